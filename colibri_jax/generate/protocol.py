@@ -1,0 +1,73 @@
+"""The one interface that reference and native implement, and everything else is written against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from colibri_jax.config import ModelConfig
+from colibri_jax.routing_spec import RoutingOptions, Scope, Selection
+from colibri_jax.stats import Stats
+
+
+class LanguageModel(Protocol):
+    """A model with a KV cache that grows by `forward` and shrinks by `rewind`."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's description."""
+
+    @property
+    def routing(self) -> RoutingOptions:
+        """Options in the scopes that the budget applies to."""
+
+    @property
+    def budget_scopes(self) -> frozenset[Scope]:
+        """Scopes in which the budget acts; TOPK and TOPP act in every scope."""
+
+    @property
+    def context_positions(self) -> int:
+        """Positions that the KV cache can hold."""
+
+    @property
+    def position(self) -> int:
+        """Positions in the KV cache, and so the absolute position of the next token."""
+
+    @property
+    def selections(self) -> tuple[Selection, ...]:
+        """One Selection per MoE layer of the last forward."""
+
+    @property
+    def stats(self) -> Stats:
+        """A frozen snapshot."""
+
+    def forward(
+        self, tokens: Sequence[int] | npt.NDArray[np.integer], *, scope: Scope, logits: Literal["all", "last"] = "all"
+    ) -> npt.NDArray[np.float32]:
+        """Run one step: append `tokens` to the KV cache and score them.
+
+        Args:
+            tokens: n >= 1 token ids.
+            scope: what the step is, for the budget and the statistics.
+            logits: score every position, or only the last.
+
+        Returns:
+            float32 [n, vocab], or [1, vocab] with `logits="last"`.
+
+        Raises:
+            TokenError: no tokens, or one outside the vocabulary.
+            ContextOverflowError: the cache cannot hold them; nothing was appended.
+        """
+
+    def rewind(self, n: int) -> None:
+        """Drop the last n positions.
+
+        Raises:
+            RewindError: n is negative or more than `position`.
+        """
+
+    def reset(self) -> None:
+        """Drop all positions; statistics go on."""

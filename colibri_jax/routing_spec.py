@@ -1,0 +1,232 @@
+"""What routing is asked for and what it answers: RouterSpec, RoutingOptions, Selection.
+
+Only types and their validation. The rules themselves stand in `reference/` (definition) and `native/src/routing/`
+(execution), which share nothing but these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from colibri_jax.errors import ConfigError, OptionError, ShapeError
+
+Score = Literal["sigmoid", "softmax"]
+Scope = Literal["prefill", "decode", "verify"]
+Policy = Literal["aggregate"]
+Denominator = Literal["survivors", "frozen"]
+Vote = Literal["weights", "all_scores"]
+
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+# Weights are voted in units of 2^-32 as int64; a scaling factor below 2^10 keeps every sum of a step exact.
+MAX_SCALING_FACTOR = 2.0**10
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class RouterSpec:
+    """A model's router, apart from its weight matrix.
+
+    Attributes:
+        score: how logits become scores `p`.
+        top_k: experts per position, K.
+        bias: float32 [E] correction added to the score for the choice only, or None.
+        n_group: groups that the experts are divided into; 1 means none.
+        topk_group: groups that stay eligible per position.
+        norm_topk_prob: divide the kept scores by their sum.
+        routed_scaling_factor: factor on every weight, below 2^10.
+
+    Raises:
+        ConfigError: a field is outside its domain.
+    """
+
+    score: Score
+    top_k: int
+    bias: npt.NDArray[np.float32] | None = None
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.score not in get_args(Score):
+            raise ConfigError("unknown router score", where="score", expected=get_args(Score), got=self.score)
+        if self.top_k < 1:
+            raise ConfigError("a position needs an expert", where="top_k", expected="1 or more", got=self.top_k)
+        if self.n_group < 1 or not 1 <= self.topk_group <= self.n_group:
+            raise ConfigError(
+                "groups out of range",
+                where="n_group, topk_group",
+                expected="1 <= topk_group <= n_group",
+                got=(self.n_group, self.topk_group),
+            )
+        if not 0.0 < self.routed_scaling_factor < MAX_SCALING_FACTOR:
+            raise ConfigError(
+                "scaling factor out of range",
+                where="routed_scaling_factor",
+                expected=f"above 0, below {MAX_SCALING_FACTOR:g}",
+                got=self.routed_scaling_factor,
+            )
+        if self.bias is not None:
+            bias = np.asarray(self.bias)
+            if bias.dtype != np.float32 or bias.ndim != 1:
+                raise ShapeError("router bias", where="bias", expected="float32 [E]", got=f"{bias.dtype} {list(bias.shape)}")
+            if not np.isfinite(bias).all():
+                raise ConfigError(
+                    "non-finite bias", where=f"bias[{int(np.argmin(np.isfinite(bias)))}]", expected="finite", got="NaN or infinity"
+                )
+            frozen = bias.copy()
+            frozen.setflags(write=False)
+            object.__setattr__(self, "bias", frozen)
+
+    def check_experts(self, n_experts: int) -> None:
+        """Check this router against the number of experts, E.
+
+        Raises:
+            ConfigError: K > E, or the groups do not divide E as design rules ask.
+            ShapeError: the bias has another length than E.
+        """
+        if self.bias is not None and self.bias.shape != (n_experts,):
+            raise ShapeError("router bias", where="bias", expected=[n_experts], got=list(self.bias.shape))
+        if self.top_k > n_experts:
+            raise ConfigError("more experts per position than experts", where="top_k", expected=f"<= {n_experts}", got=self.top_k)
+        if self.n_group == 1:
+            return
+        if n_experts % self.n_group or n_experts // self.n_group < 2:
+            raise ConfigError(
+                "groups must divide the experts, two or more each",
+                where="n_group",
+                expected=f"a divisor of {n_experts}, at most half",
+                got=self.n_group,
+            )
+        eligible = self.topk_group * (n_experts // self.n_group)
+        if self.top_k > eligible:
+            raise ConfigError("kept groups hold too few experts", where="top_k", expected=f"<= {eligible}", got=self.top_k)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingOptions:
+    """What the caller changes about a model's routing. All defaults together change nothing.
+
+    Attributes:
+        expert_topk: keep at most this many of a position's K experts; 0 is off.
+        expert_topp: keep the shortest prefix of a position's experts that holds this share of its score; 0 and 1 are off.
+        budget: most distinct experts a layer may use in one step, N; 0 is off. A tuple gives one N per MoE layer.
+        policy: which experts the budget keeps.
+        denominator: what surviving scores are divided by where the router normalises.
+        vote: what an expert's aggregate sums: final weights, or the scores of all experts.
+        floor: experts of every position that `floor`-type policies always keep.
+        coverage: share of the aggregate that `coverage` keeps.
+        allow_irreproducible: permits policies whose result depends on the cache.
+
+    Raises:
+        OptionError: a field is outside its domain.
+    """
+
+    expert_topk: int = 0
+    expert_topp: float = 0.0
+    budget: int | tuple[int, ...] = 0
+    policy: Policy = "aggregate"
+    denominator: Denominator = "survivors"
+    vote: Vote = "weights"
+    floor: int = 1
+    coverage: float = 1.0
+    allow_irreproducible: bool = False
+
+    def __post_init__(self) -> None:
+        if self.expert_topk < 0:
+            raise OptionError("negative count", where="expert_topk", expected="0 (off) or more", got=self.expert_topk)
+        if not (math.isfinite(self.expert_topp) and 0.0 <= self.expert_topp <= 1.0):
+            raise OptionError("share out of range", where="expert_topp", expected="0 to 1 (0 and 1 are off)", got=self.expert_topp)
+        if not isinstance(self.budget, int):
+            object.__setattr__(self, "budget", tuple(self.budget))
+        for n in self.budget if isinstance(self.budget, tuple) else (self.budget,):
+            if n < 0:
+                raise OptionError("negative budget", where="budget", expected="0 (off) or more", got=n)
+        for field, known in (("policy", POLICIES), ("denominator", get_args(Denominator)), ("vote", get_args(Vote))):
+            if getattr(self, field) not in known:
+                raise OptionError(f"unknown {field}", where=field, expected=", ".join(known), got=getattr(self, field))
+        if self.floor < 1:
+            raise OptionError("floor out of range", where="floor", expected="1 or more", got=self.floor)
+        if not 0.0 < self.coverage <= 1.0:
+            raise OptionError("coverage out of range", where="coverage", expected="above 0, at most 1", got=self.coverage)
+
+    def without_budget(self) -> RoutingOptions:
+        """The same options with the budget off; TOPK and TOPP stay, they act in every scope."""
+        return dataclasses.replace(self, budget=0, coverage=1.0)
+
+    def for_layer(self, moe_index: int) -> RoutingOptions:
+        """These options with the scalar budget of one MoE layer (0 is the first layer that has a router)."""
+        if isinstance(self.budget, int):
+            return self
+        if moe_index >= len(self.budget):
+            raise OptionError("one budget per MoE layer", where="budget", expected=f"more than {moe_index} values", got=len(self.budget))
+        return dataclasses.replace(self, budget=self.budget[moe_index])
+
+    @property
+    def scalar_budget(self) -> int:
+        """The budget of one layer.
+
+        Raises:
+            OptionError: the budget is still a list; `for_layer` chooses from it.
+        """
+        if not isinstance(self.budget, int):
+            raise OptionError("a single selection takes a single budget", where="budget", expected="an int", got=self.budget)
+        return self.budget
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Selection:
+    """The experts of one layer in one step, S positions of at most K experts each.
+
+    Attributes:
+        ids: int32 [S, K] in router order (choice descending), packed left, -1 where empty.
+        weights: float32 [S, K], final gate weights, 0 where empty.
+        kept: int32, ascending: experts used by any position.
+        union_size: distinct experts before the budget.
+        dropped: distinct experts that were in the union and are not kept.
+        dropped_slots: (position, expert) pairs that the budget took away.
+        emptied_positions: positions left without a routed expert.
+        mass_kept: sum of the scores used over the sum of the scores after TOPP; 1 where both are 0.
+    """
+
+    ids: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+    kept: npt.NDArray[np.int32]
+    union_size: int
+    dropped: int
+    dropped_slots: int
+    emptied_positions: int
+    mass_kept: float
+
+    def differences(self, other: Selection) -> list[str]:
+        """Names of the fields that are not equal, bit for bit; empty when the two are the same."""
+        unequal = []
+        for field in dataclasses.fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if isinstance(mine, np.ndarray):
+                same = mine.dtype == theirs.dtype and mine.shape == theirs.shape and mine.tobytes() == theirs.tobytes()
+            else:
+                same = mine == theirs
+            if not same:
+                unequal.append(field.name)
+        return unequal
+
+
+def check_logits(logits: npt.ArrayLike, router: RouterSpec) -> npt.NDArray[np.float32]:
+    """Router logits as float32 [S, E], checked against the router.
+
+    Raises:
+        ShapeError: not float32 [S, E] with S >= 1.
+        ConfigError: the router does not fit E.
+    """
+    array = np.asarray(logits)
+    if array.dtype != np.float32 or array.ndim != 2 or array.shape[0] < 1 or array.shape[1] < 1:
+        raise ShapeError("router logits", where="logits", expected="float32 [S >= 1, E >= 1]", got=f"{array.dtype} {list(array.shape)}")
+    router.check_experts(array.shape[1])
+    return array

@@ -1,0 +1,108 @@
+// The experts on disk and those in memory: reads, the per-layer LRU cache, leases.
+//
+// What a step computes never depends on this class: it hands out the same bytes whether they were cached or read.
+// One thread calls walk(), resident() and the counters; reads run on the store's own threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace colibri {
+
+// A run of bytes of one tensor in one file.
+struct Extent {
+    int file = 0;  // index into StoreOptions::files
+    uint64_t offset = 0;
+    uint64_t nbytes = 0;
+    std::string tensor;  // name for error messages
+};
+
+// One matrix of an expert as it lies on disk. A slot always holds rows16 bytes; other layouts are repacked when read.
+struct StoredMatrix {
+    int64_t rows = 0;
+    int64_t cols = 0;
+    int bits = 4;
+    int64_t group_size = 64;  // 0: one scale per row
+    bool rows16 = true;
+    Extent weights;
+    Extent scales;  // nbytes 0 where the layout holds its scales inside
+};
+
+struct StoredExpert {
+    StoredMatrix gate, up, down;
+};
+
+struct StoreOptions {
+    std::vector<std::string> files;
+    std::vector<std::vector<StoredExpert>> experts;  // [MoE layer][expert]; all of one shape
+    int64_t cache_experts = 1;                       // slots per layer
+    int io_threads = 2;
+    bool direct = true;  // O_DIRECT where the file system allows it
+};
+
+struct StoreCounters {
+    uint64_t bytes_read = 0;    // completed reads, alignment included
+    uint64_t useful_bytes = 0;  // bytes of the experts that those reads were for
+    uint64_t hits = 0;
+    uint64_t misses = 0;
+};
+
+// One expert in memory, valid while the lease lives. Its slot cannot be evicted or reused before that.
+class ExpertLease {
+  public:
+    struct Impl;
+    explicit ExpertLease(std::unique_ptr<Impl> impl);
+    ExpertLease(ExpertLease&&) noexcept;
+    ExpertLease& operator=(ExpertLease&&) noexcept;
+    ~ExpertLease();
+    int expert() const;
+    // rows16 bytes, 64-byte aligned. int4 with per-row scales appears as groups of 64, int8 as int8 (see quant.py).
+    const uint8_t* gate() const;
+    const uint8_t* up() const;
+    const uint8_t* down() const;
+
+  private:
+    std::unique_ptr<Impl> impl_;
+};
+
+class ExpertStore {
+  public:
+    explicit ExpertStore(StoreOptions options);
+    ~ExpertStore();
+    ExpertStore(const ExpertStore&) = delete;
+    ExpertStore& operator=(const ExpertStore&) = delete;
+
+    // The experts of one layer in one step, handed out in the given order, each once. Residents among them are protected
+    // from eviction at once; reads of the others start at once, as far as there are buffers, and go on behind the caller.
+    class Walk {
+      public:
+        struct Impl;
+        explicit Walk(std::unique_ptr<Impl> impl);
+        Walk(Walk&&) noexcept;
+        ~Walk();
+        // Blocks until the next expert is in memory. Throws Error("ReadError") with file, offset and tensor.
+        ExpertLease next();
+
+      private:
+        std::unique_ptr<Impl> impl_;
+    };
+    Walk walk(int layer, std::span<const int32_t> experts);
+
+    bool resident(int layer, int expert) const;
+    StoreCounters counters() const;
+    std::string reader() const;         // "direct" or "buffered (<reason>)"
+    int64_t slot_bytes() const;         // memory of one slot
+    int64_t expert_file_bytes() const;  // bytes of one expert on disk, without alignment
+    // Memory that a store of these options takes: slots of all layers, staging buffers.
+    static int64_t memory_bytes(const StoreOptions& options);
+
+  private:
+    struct Impl;
+    std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace colibri

@@ -1,0 +1,59 @@
+// Routing and budget: which experts a step uses, from its router logits and the options alone.
+//
+// A pure function. Nothing here knows the cache, the disk, threads or instruction sets. Defined by reference/routing.py.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace colibri {
+
+enum class Score { sigmoid, softmax };
+enum class Policy { aggregate };
+enum class Denominator { survivors, frozen };
+enum class Vote { weights, all_scores };
+
+struct RouterSpec {
+    Score score = Score::sigmoid;
+    int top_k = 1;
+    std::vector<float> bias;  // empty: none
+    int n_group = 1;
+    int topk_group = 1;
+    bool norm_topk_prob = true;
+    double routed_scaling_factor = 1.0;
+};
+
+struct RoutingOptions {
+    int expert_topk = 0;
+    double expert_topp = 0.0;
+    int64_t budget = 0;
+    Policy policy = Policy::aggregate;
+    Denominator denominator = Denominator::survivors;
+    Vote vote = Vote::weights;
+    int floor = 1;
+    double coverage = 1.0;
+};
+
+// Fields as in colibri_jax.Selection.
+struct Selection {
+    int64_t positions = 0;
+    int top_k = 0;
+    std::vector<int32_t> ids;      // [positions][top_k], -1 where empty
+    std::vector<float> weights;    // [positions][top_k], 0 where empty
+    std::vector<int32_t> kept;     // ascending
+    std::vector<int32_t> removed;  // ascending: in the union, not kept (for the estimate of avoided reads)
+    int64_t union_size = 0;
+    int64_t dropped = 0;
+    int64_t dropped_slots = 0;
+    int64_t emptied_positions = 0;
+    double mass_kept = 1.0;
+};
+
+// logits: float32 [positions][experts]. Throws Error("NonFiniteLogitError") naming position and expert. The caller has
+// validated router and options (the Python dataclasses do); only the logits are checked here.
+Selection select_experts(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router,
+                         const RoutingOptions& options);
+
+}  // namespace colibri

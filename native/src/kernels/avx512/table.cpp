@@ -1,0 +1,1 @@
+// Kernel table for avx512.

@@ -1,0 +1,2 @@
+// Which kernel tables this processor can run.
+#include "colibri/kernels.h"

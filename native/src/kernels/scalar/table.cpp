@@ -1,0 +1,1 @@
+// Kernel table of the scalar kernels.
