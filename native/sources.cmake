@@ -4,6 +4,10 @@ set(COLIBRI_SOURCES
     src/kernels/dispatch.cpp
     src/kernels/scalar/table.cpp
     # routing
+    src/routing/budget.cpp
+    src/routing/exact_math.cpp
+    src/routing/position.cpp
+    src/routing/select.cpp
     # io and cache
     # model
 )
