@@ -2,6 +2,8 @@
 set(COLIBRI_SOURCES
     # kernels
     src/kernels/dispatch.cpp
+    src/kernels/scalar/floats.cpp
+    src/kernels/scalar/quantized.cpp
     src/kernels/scalar/table.cpp
     # routing
     src/routing/budget.cpp
