@@ -12,6 +12,13 @@ set(COLIBRI_SOURCES
     src/routing/select.cpp
     # io and cache
     # model
+    src/model/attention.cpp
+    src/model/engine.cpp
+    src/model/indexer.cpp
+    src/model/matrix.cpp
+    src/model/moe.cpp
+    src/model/thread_pool.cpp
+    src/model/weights.cpp
 )
 set(COLIBRI_AVX2_SOURCES
     src/kernels/avx2/table.cpp

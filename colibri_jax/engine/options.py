@@ -67,18 +67,16 @@ class EngineOptions:
         """Compute threads after defaults."""
         return self.threads or len(os.sched_getaffinity(0))
 
-    def resolved_context(self, config: ModelConfig) -> int:
+    def resolved_context(self, most: int) -> int:
         """Cache positions after defaults.
 
         Raises:
-            OptionError: more than the model was made for.
+            OptionError: more than the `most` that can be computed.
         """
         if self.context_positions is None:
-            return min(config.max_positions, DEFAULT_CONTEXT_POSITIONS)
-        if self.context_positions > config.max_positions:
-            raise OptionError(
-                "context beyond the model's", where="context_positions", expected=f"<= {config.max_positions}", got=self.context_positions
-            )
+            return min(most, DEFAULT_CONTEXT_POSITIONS)
+        if self.context_positions > most:
+            raise OptionError("context longer than can be computed", where="context_positions", expected=f"<= {most}", got=self.context_positions)
         return self.context_positions
 
 
@@ -102,6 +100,12 @@ def plan_engine(container: Container, options: EngineOptions, routing: RoutingOp
         OptionError: options and model do not fit each other.
     """
     config = container.config
+    if config.indexer is not None and not container.has_indexers:
+        # Up to top-k positions the indexer chooses all of them, so that far it is not needed.
+        most = min(config.max_positions, config.indexer.topk)
+        config = dataclasses.replace(config, indexer=None)
+    else:
+        most = config.max_positions
     files = sorted({entry.path for entry in container.entries.values()})
     index = {path: number for number, path in enumerate(files)}
     model = _model_dict(config, {role: _matrix(container.entries[role], index) for role in _dense_roles(config)})
@@ -110,6 +114,7 @@ def plan_engine(container: Container, options: EngineOptions, routing: RoutingOp
         for layer in config.moe_layers
     ]
     described = _options_dict(config, options, routing, [str(path) for path in files], experts)
+    described["context"] = options.resolved_context(most)
     return _fit(config, options, model, described)
 
 
@@ -229,7 +234,6 @@ def _options_dict(
         "experts": experts,
         "io_threads": options.io_threads,
         "direct": options.io == "direct",
-        "context": options.resolved_context(config),
         "threads": options.resolved_threads(),
         "isa": options.isa,
         "quantised_activations": options.precision == "w4a8",

@@ -4,9 +4,10 @@
 
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
-#include "../io/repack.h"
 #include "colibri/error.h"
+#include "colibri/repack.h"
 #include "matrix.h"
 
 namespace colibri {
@@ -43,10 +44,6 @@ void read_extent(const std::vector<std::string>& files, const Extent& extent, vo
     }
 }
 
-int64_t row_major_bytes(const StoredMatrix& m) { return m.rows * (m.bits == 8 ? m.cols : (m.cols + 1) / 2); }
-
-int64_t scale_count(const StoredMatrix& m) { return m.rows * (m.group_size ? (m.cols + m.group_size - 1) / m.group_size : 1); }
-
 MatrixView shape_of(const StoredMatrix& m) {
     const int64_t group = m.bits == 4 && m.group_size ? m.group_size : kActivationGroup;
     return {m.rows, m.cols, m.bits, group, nullptr};
@@ -59,9 +56,9 @@ int64_t Weights::memory_bytes(const StoredMatrix& m, Resident form) {
         case Resident::f32:
             return m.rows * m.cols * 4;
         case Resident::row_major:
-            return m.bits == 32 ? m.rows * m.cols * 4 : row_major_bytes(m) + scale_count(m) * 4;
+            return stored_weight_bytes(m) + stored_scale_bytes(m);
         case Resident::rows16:
-            return shape_of(m).blocks() * shape_of(m).block_bytes();
+            return rows16_bytes(m);
     }
     return 0;
 }
@@ -69,32 +66,32 @@ int64_t Weights::memory_bytes(const StoredMatrix& m, Resident form) {
 Weights::Weights(const std::string& role, const StoredMatrix& stored, Resident form, const std::vector<std::string>& files)
     : stored_(stored) {
     const bool is_float = stored.bits == 32;
-    if ((form == Resident::f32 && !is_float) || (form == Resident::rows16 && is_float) ||
-        (form == Resident::row_major && stored.rows16))
+    if ((form == Resident::rows16 && is_float) || (form != Resident::rows16 && stored.rows16))
         throw Error("UnknownFormatError", "the engine cannot run this tensor in the format that it has", role,
-                    form == Resident::f32 ? "float32" : form == Resident::rows16 ? "int4 or int8" : "row-major or float32",
-                    is_float ? "float32" : "int" + std::to_string(stored.bits) + (stored.rows16 ? ", 16 rows interleaved" : ""));
-    if (is_float) {
-        data_ = Buffer<uint8_t>(stored.rows * stored.cols * 4);
-        read_extent(files, stored.weights, data_.data());
-        return;
-    }
-    if (form == Resident::rows16 && stored.rows16) {
-        data_ = Buffer<uint8_t>(memory_bytes(stored, form));
-        read_extent(files, stored.weights, data_.data());
-        return;
-    }
-    Buffer<uint8_t> raw(row_major_bytes(stored));
-    Buffer<float> scales(scale_count(stored));
+                    is_float ? "int4 or int8" : "rows that lie one after another", is_float ? "float32" : "16 rows interleaved");
+    Buffer<uint8_t> raw(stored_weight_bytes(stored));
     read_extent(files, stored.weights, raw.data());
-    read_extent(files, stored.scales, scales.data());
+    if (is_float || stored.rows16) {
+        data_ = std::move(raw);
+        return;
+    }
+    scales_ = Buffer<float>(stored_scale_bytes(stored) / static_cast<int64_t>(sizeof(float)));
+    read_extent(files, stored.scales, scales_.data());
     if (form == Resident::row_major) {
         data_ = std::move(raw);
-        scales_ = std::move(scales);
         return;
     }
     data_ = Buffer<uint8_t>(memory_bytes(stored, form));
-    repack_rows16(stored, raw.data(), scales.data(), data_.data());
+    if (form == Resident::rows16) {
+        repack_rows16(stored, raw.data(), reinterpret_cast<const uint8_t*>(scales_.data()), data_.data());
+    } else {
+        std::swap(data_, raw);
+        for (int64_t r = 0; r < stored.rows; ++r)
+            row(kernels_for("scalar"), r, reinterpret_cast<float*>(raw.data()) + r * stored.cols);
+        std::swap(data_, raw);
+        stored_.bits = 32;
+    }
+    scales_ = {};
 }
 
 MatrixView Weights::view() const {
@@ -110,7 +107,7 @@ void Weights::row(const Kernels& kernels, int64_t row, float* out) const {
     } else if (stored_.bits == 8) {
         kernels.dequantize_int8_row(reinterpret_cast<const int8_t*>(data_.data()) + row * cols, scales_[row], cols, out);
     } else {
-        const int64_t per_row = scale_count(stored_) / stored_.rows;
+        const int64_t per_row = scales_.size() / stored_.rows;
         kernels.dequantize_int4_row(data_.data() + row * ((cols + 1) / 2), scales_.data() + row * per_row, cols, stored_.group_size,
                                     out);
     }
