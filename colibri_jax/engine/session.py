@@ -119,7 +119,8 @@ class NativeModel:
         """What the last traced step kept.
 
         Keys: "hidden" (float32 [T, D] per layer, then the input of the final norm), "router_logits" (float32 [T, E] per
-        MoE layer), "attended" (per layer and row, ascending positions; empty where the row attended to all).
+        MoE layer), "attended" (per layer and row, ascending positions; empty where the row attended to all), "inputs" (of
+        every quantiser in order: layer, name, int32 [n] rows, float32 [n, X] values).
         """
         trace: dict[str, Any] = self._engine.trace
         return trace

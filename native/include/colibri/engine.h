@@ -61,8 +61,18 @@ struct StepReport {
     uint64_t avoided_read_bytes_estimate = 0;
 };
 
+// The input of one quantiser: `rows` are the step's positions that `values` [rows][cols] belong to.
+struct TracedInput {
+    int64_t layer = 0;
+    std::string what;
+    int64_t cols = 0;
+    std::vector<int32_t> rows;
+    std::vector<float> values;
+};
+
 // What the comparison tool looks at; filled when tracing is on.
 struct Trace {
+    std::vector<TracedInput> inputs;                // in the order of computation, layers only
     std::vector<std::vector<float>> hidden;         // [layers + 1][n * width]: input of each layer, then of the final norm
     std::vector<std::vector<float>> router_logits;  // [MoE layers][n * experts]
     std::vector<std::vector<std::vector<int32_t>>> attended;  // [layers][n]: positions attended where the indexer limited them, else empty

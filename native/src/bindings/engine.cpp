@@ -195,7 +195,13 @@ class PyEngine {
         for (const auto& h : t.hidden) hidden.append(copy_array(h, {static_cast<py::ssize_t>(h.size()) / width_, width_}));
         for (const auto& z : t.router_logits)
             router_logits.append(copy_array(z, {static_cast<py::ssize_t>(z.size()) / experts_, experts_}));
+        py::list inputs;
+        for (const TracedInput& input : t.inputs) {
+            const py::ssize_t rows = static_cast<py::ssize_t>(input.rows.size());
+            inputs.append(py::make_tuple(input.layer, input.what, copy_array(input.rows, {rows}), copy_array(input.values, {rows, input.cols})));
+        }
         py::dict d;
+        d["inputs"] = inputs;
         d["hidden"] = hidden;
         d["router_logits"] = router_logits;
         d["attended"] = t.attended;

@@ -107,8 +107,10 @@ struct Engine::Impl {
         attention_scratch.attended.clear();
         MoEContext context{products, store.get(), store ? &options.store.experts[0][0] : nullptr, clock, report};
         trace = {};
+        products.trace = tracing ? &trace : nullptr;
         for (int64_t layer = 0; layer < model.layers; ++layer) {
             if (interrupted()) return false;
+            products.trace_layer = layer;
             if (tracing) trace.hidden.emplace_back(hidden.data(), hidden.data() + n * width);
             {
                 const PhaseClock::Scope timed(clock, Phase::attention);
@@ -128,6 +130,7 @@ struct Engine::Impl {
                 trace.router_logits.emplace_back(logits, logits + n * model.experts);
             }
         }
+        products.trace = nullptr;
         if (tracing) trace.hidden.emplace_back(hidden.data(), hidden.data() + n * width);
         return true;
     }

@@ -1,17 +1,21 @@
 // Products of weights in memory with a step's activations; defined by reference/quantized.py.
 #include "matrix.h"
 
+#include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <utility>
 
 #include "colibri/error.h"
 
 namespace colibri {
 
-void Activations::set(const float* x, int64_t n, int64_t cols, const char* what) {
+void Activations::set(const float* x, int64_t n, int64_t cols, const char* what, const std::vector<int32_t>* positions) {
     x_ = x;
     n_ = n;
     cols_ = cols;
     what_ = what;
+    positions_ = positions;
     ready_ = false;
 }
 
@@ -27,33 +31,43 @@ void Activations::reserve(int64_t group) {
     view_.sums = sums_.data();
 }
 
-const QuantizedActivations& Activations::quantised(const Kernels& kernels, int64_t group) {
+const QuantizedActivations& Activations::quantised(Products& products, int64_t group) {
     if (ready_ && view_.group == group) return view_;
     reserve(group);
-    for (int64_t p = 0; p < n_; ++p) {
-        const int64_t bad = kernels.quantize(x_ + p * cols_, cols_, group, q_.data() + p * view_.groups * group,
-                                             scales_.data() + p * view_.groups, sums_.data() + p * view_.groups);
+    for (int64_t i = 0; i < n_; ++i) {
+        const int64_t bad = products.kernels().quantize(x_ + i * cols_, cols_, group, q_.data() + i * view_.groups * group,
+                                                        scales_.data() + i * view_.groups, sums_.data() + i * view_.groups);
         if (bad >= 0)
             throw Error("NonFiniteActivationError", "a value entering a quantised product is not finite",
-                        std::string(what_) + ", position " + std::to_string(p) + " of the step, element " + std::to_string(bad),
-                        "a finite value", std::to_string(x_[p * cols_ + bad]));
+                        std::string(what_) + ", position " + std::to_string(positions_ ? (*positions_)[i] : i) +
+                            " of the step, element " + std::to_string(bad),
+                        "a finite value", std::to_string(x_[i * cols_ + bad]));
     }
     ready_ = true;
+    if (products.trace) {
+        TracedInput input{products.trace_layer, what_, cols_, {}, {x_, x_ + n_ * cols_}};
+        if (positions_) {
+            input.rows = *positions_;
+        } else {
+            input.rows.resize(n_);
+            std::iota(input.rows.begin(), input.rows.end(), 0);
+        }
+        products.trace->inputs.push_back(std::move(input));
+    }
     return view_;
 }
 
-void Activations::gather(Activations& from, const std::vector<int32_t>& positions, const Kernels& kernels, int64_t group,
-                         bool quantise, const char* what) {
+void Activations::gather(Activations& from, const std::vector<int32_t>& positions, Products& products, int64_t group) {
     const int64_t n = static_cast<int64_t>(positions.size());
-    if (!quantise) {
+    if (!products.quantised()) {
         gathered_.reserve(n * from.cols_);
         for (int64_t i = 0; i < n; ++i)
             std::memcpy(gathered_.data() + i * from.cols_, from.x_ + positions[i] * from.cols_, from.cols_ * sizeof(float));
-        set(gathered_.data(), n, from.cols_, what);
+        set(gathered_.data(), n, from.cols_, from.what_, &positions);
         return;
     }
-    const QuantizedActivations& source = from.quantised(kernels, group);
-    set(nullptr, n, from.cols_, what);
+    const QuantizedActivations& source = from.quantised(products, group);
+    set(nullptr, n, from.cols_, from.what_, &positions);
     reserve(group);
     const int64_t groups = view_.groups;
     for (int64_t i = 0; i < n; ++i) {
@@ -70,7 +84,7 @@ void Products::multiply(const MatrixView& w, Activations& x, float* y, int64_t y
         multiply_float(w, x, y, y_stride);
         return;
     }
-    const QuantizedActivations& q = x.quantised(kernels_, w.group);
+    const QuantizedActivations& q = x.quantised(*this, w.group);
     const auto kernel = w.bits == 4 ? kernels_.matmul_int4 : kernels_.matmul_int8;
     pool_.parallel_for(w.blocks(), w.blocks() * w.block_bytes() * x.n(), [&](int64_t begin, int64_t end, int) {
         kernel(w.data, w.rows, begin, end, q, y, y_stride);

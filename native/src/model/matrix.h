@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "buffer.h"
-#include "colibri/expert_store.h"
+#include "colibri/engine.h"
 #include "colibri/kernels.h"
 #include "thread_pool.h"
 
@@ -57,18 +57,20 @@ class Weights {
     Buffer<float> scales_;
 };
 
+class Products;
+
 // n rows of float32 inputs, quantised once per group size when first needed.
 class Activations {
   public:
-    // Rows are contiguous. `what` names them in the error for non-finite values.
-    void set(const float* x, int64_t n, int64_t cols, const char* what);
+    // Rows are contiguous. `what` names them in errors and traces; `positions` are theirs in the step, null: 0 … n - 1.
+    void set(const float* x, int64_t n, int64_t cols, const char* what, const std::vector<int32_t>* positions = nullptr);
     const float* x() const { return x_; }
     int64_t n() const { return n_; }
     int64_t cols() const { return cols_; }
-    const QuantizedActivations& quantised(const Kernels& kernels, int64_t group);
-    // The rows that `positions` lists, of `from`, whose quantised form is copied and not made again.
-    void gather(Activations& from, const std::vector<int32_t>& positions, const Kernels& kernels, int64_t group, bool quantise,
-                const char* what);
+    const std::vector<int32_t>* positions() const { return positions_; }
+    const QuantizedActivations& quantised(Products& products, int64_t group);
+    // The rows of `from` that `positions` lists. What is already quantised is copied, not made again.
+    void gather(Activations& from, const std::vector<int32_t>& positions, Products& products, int64_t group);
 
   private:
     void reserve(int64_t group);
@@ -76,6 +78,7 @@ class Activations {
     const float* x_ = nullptr;
     int64_t n_ = 0, cols_ = 0;
     const char* what_ = "";
+    const std::vector<int32_t>* positions_ = nullptr;
     bool ready_ = false;
     QuantizedActivations view_;
     Buffer<int8_t> q_;
@@ -95,6 +98,10 @@ class Products {
     bool quantised() const { return quantised_; }
 
     void multiply(const MatrixView& w, Activations& x, float* y, int64_t y_stride);
+
+    // Where quantiser inputs are recorded, and the layer that they belong to; null: nowhere.
+    Trace* trace = nullptr;
+    int64_t trace_layer = 0;
 
   private:
     void multiply_float(const MatrixView& w, const Activations& x, float* y, int64_t y_stride);

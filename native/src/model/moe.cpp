@@ -21,7 +21,7 @@ void run_mlp(Products& products, const MlpViews& mlp, Activations& x, FeedForwar
         products.kernels().silu_mul(s.gate.data() + begin * hidden, s.up.data() + begin * hidden, (end - begin) * hidden,
                                     s.gate.data() + begin * hidden);
     });
-    s.hidden_input.set(s.gate.data(), n, hidden, "MLP hidden state");
+    s.hidden_input.set(s.gate.data(), n, hidden, "MLP hidden state", x.positions());
     products.multiply(mlp.down, s.hidden_input, y, mlp.down.rows);
 }
 
@@ -122,7 +122,7 @@ void FeedForward::run_experts(MoEContext& context, FeedForwardScratch& s, const 
         // One position alone needs no copy; its quantised form is shared by all of its experts.
         Activations* input = &s.input;
         if (n > 1) {
-            s.gathered.gather(s.input, s.rows, products.kernels(), mlp.gate.group, products.quantised(), "MLP input");
+            s.gathered.gather(s.input, s.rows, products, mlp.gate.group);
             input = &s.gathered;
         }
         run_mlp(products, mlp, *input, s, s.out.data());
