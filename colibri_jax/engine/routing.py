@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from colibri_jax import _native
+from colibri_jax._native import select_experts as _select_natively
 from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Selection, check_logits
 
 
@@ -30,7 +30,7 @@ def select_experts(
         NonFiniteLogitError: a logit is NaN or infinite; names the first such position and expert.
     """
     logits = np.require(check_logits(logits_SE, router), requirements=("C", "A"))
-    fields = _native.select_experts(
+    fields = _select_natively(
         logits,
         score=router.score,
         top_k=router.top_k,
