@@ -108,6 +108,10 @@ class ShapeError(ContainerError):
     """A tensor has another shape, dtype or byte count than the configuration implies."""
 
 
+class NonFiniteWeightError(ContainerError):
+    """A weight or a scale is NaN or infinite."""
+
+
 class UnknownFormatError(ContainerError):
     """A format tag, version or byte count matches no known weight format."""
 
