@@ -45,7 +45,7 @@ class FencedOptionError(OptionError):
 
 
 class NonFiniteLogitError(ColibriError):
-    """A router logit is NaN or infinite."""
+    """A logit, of a router or of the vocabulary, is NaN or infinite."""
 
 
 class NonFiniteActivationError(ColibriError):
