@@ -94,6 +94,7 @@ def attend(
     cache_SC: jax.Array,
     attended_TS: jax.Array,
     weights: MLAWeights,
+    *,
     mla: MLAConfig,
     form: MLAForm,
 ) -> jax.Array:

@@ -163,9 +163,9 @@ def run_layer(
     hidden_TD: Float32,
     cache: LayerCache,
     start: int,
+    *,
     rope: tuple[Float32, Float32],
     geometry: Geometry,
-    *,
     attended_TS: npt.NDArray[np.bool_] | None,
     select: Callable[[Float32, RouterSpec], Selection],
 ) -> LayerResult:
@@ -194,8 +194,8 @@ def run_layer(
         _grown(cache, cached),
         np.int32(start),
         np.int32(n_rows),
-        Rope(jnp.asarray(rope[0][steps]), jnp.asarray(rope[1][steps])),
-        given,
+        rope=Rope(jnp.asarray(rope[0][steps]), jnp.asarray(rope[1][steps])),
+        attended_TS=given,
         geometry=geometry,
     )
     check_finite(np.asarray(hidden)[:n_rows], f"{layer.name}, attention")
@@ -204,7 +204,8 @@ def run_layer(
     if layer.dense is not None:
         hidden = _dense_block(hidden, mlp_input, layer.dense)
     else:
-        assert layer.router is not None and layer.router_weight is not None
+        assert layer.router is not None
+        assert layer.router_weight is not None
         logits_TE = np.asarray(router_logits(mlp_input, layer.router_weight))[:n_rows]
         try:
             selection = select(logits_TE, layer.router)
@@ -241,9 +242,9 @@ def _attention_block(
     cache: LayerCache,
     start: jax.Array,
     n_rows: jax.Array,
+    *,
     rope: Rope,
     attended_TS: jax.Array | None,
-    *,
     geometry: Geometry,
 ) -> tuple[jax.Array, jax.Array, LayerCache, jax.Array | None]:
     """Attention with its residual; returns the new residual, its norm (the MLP's input), the cache and the choice."""
@@ -262,10 +263,10 @@ def _attention_block(
         assert index_SJ is not None
         index_SJ = jnp.asarray(index_SJ).at[target_T].set(index_keys(x_TD, weights.indexer, rope), mode="drop")
         if attended_TS is None:
-            scores_TS = index_scores(x_TD, latent_TQ, index_SJ, weights.indexer, rope, geometry.indexer)
+            scores_TS = index_scores(x_TD, latent_TQ, index_SJ, weights.indexer, rope, indexer=geometry.indexer)
             attended_TS = choose_positions(scores_TS, visible_TS, geometry.indexer.topk)
     looked_at_TS = visible_TS if attended_TS is None else (visible_TS & attended_TS) | (rows_T >= n_rows)[:, None]
-    attention_TD = attend(query_THN, rotated_THR, latent_SC, looked_at_TS, weights.mla, geometry.mla, geometry.form)
+    attention_TD = attend(query_THN, rotated_THR, latent_SC, looked_at_TS, weights.mla, mla=geometry.mla, form=geometry.form)
     hidden_TD = hidden_TD + attention_TD
     return hidden_TD, rms_norm(hidden_TD, weights.mlp_norm, geometry.eps), LayerCache(latent_SC, index_SJ), attended_TS
 
@@ -284,7 +285,7 @@ def _moe_block(hidden_TD: jax.Array, x_TD: jax.Array, weights: MoEWeights, weigh
 
 
 def _experts_of(layer: Layer, selection: Selection, rows: int) -> tuple[MoEWeights, jax.Array]:
-    assert layer.router is not None and layer.router_weight is not None
+    assert layer.router_weight is not None
     if layer.experts is not None:
         ids = np.arange(layer.router_weight.shape[0])
         return MoEWeights(layer.experts, layer.shared), jnp.asarray(weights_by_expert(selection, ids, rows))

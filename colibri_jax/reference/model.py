@@ -249,7 +249,9 @@ class ReferenceModel:
         def select(logits_TE: Float32, router: RouterSpec) -> Selection:
             return selection if selection is not None else select_experts(logits_TE, router, self._effective(moe_index, scope))
 
-        return run_layer(self._layers[layer], hidden_TD, cache, start, self._rope, self._geometry, attended_TS=attended_TS, select=select)
+        return run_layer(
+            self._layers[layer], hidden_TD, cache, start, rope=self._rope, geometry=self._geometry, attended_TS=attended_TS, select=select
+        )
 
     def score(self, normed_TD: Float32) -> Float32:
         """float32 [T, W]: logits of hidden states that went through the final norm (or the MTP block's)."""

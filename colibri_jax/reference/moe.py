@@ -41,7 +41,8 @@ def mlp(x_TD: jax.Array, weights: MLPWeights) -> jax.Array:
 def router_logits(x_TD: jax.Array, weight_ED: jax.Array) -> jax.Array:
     """float32 [T, E]: float32 inputs and weights, summed in float64, rounded once."""
     with jax.enable_x64(True):
-        return _router_logits(x_TD, weight_ED)
+        logits_TE: jax.Array = _router_logits(x_TD, weight_ED)
+    return logits_TE
 
 
 @jax.jit

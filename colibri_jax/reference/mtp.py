@@ -54,7 +54,9 @@ class MTPBlock:
             return to_device(prepare(value, storage=spec.storage, precision=precision, role=spec.role))
 
         enorm, hnorm, norm = (get(name) for name in ("enorm", "hnorm", "norm"))
-        assert isinstance(enorm, jax.Array) and isinstance(hnorm, jax.Array) and isinstance(norm, jax.Array)
+        assert isinstance(enorm, jax.Array)
+        assert isinstance(hnorm, jax.Array)
+        assert isinstance(norm, jax.Array)
         self._joint = _Joint(enorm, hnorm, get("eh_proj"), norm)
         self._config = config
         self._layer: Layer = load_layer(params, config, config.n_layers, precision, residency)
@@ -83,7 +85,14 @@ class MTPBlock:
         missing = ((0, bucket(n_rows) - n_rows), (0, 0))
         joined_TD = _join(self._joint, jnp.asarray(np.pad(embedding_TD, missing)), jnp.asarray(np.pad(trunk_TD, missing)), eps=geometry.eps)
         result = run_layer(
-            self._layer, np.asarray(joined_TD)[:n_rows], self._cache, self.position, rope, geometry, attended_TS=None, select=select
+            self._layer,
+            np.asarray(joined_TD)[:n_rows],
+            self._cache,
+            self.position,
+            rope=rope,
+            geometry=geometry,
+            attended_TS=None,
+            select=select,
         )
         normed_TD = rms_norm(jnp.asarray(np.pad(result.hidden_TD, missing)), self._joint.norm, geometry.eps)
         self._cache, self.position = result.cache, self.position + n_rows

@@ -39,7 +39,7 @@ def index_keys(x_TD: jax.Array, weights: IndexerWeights, rope: Rope) -> jax.Arra
 
 
 def index_scores(
-    x_TD: jax.Array, latent_TQ: jax.Array, keys_SJ: jax.Array, weights: IndexerWeights, rope: Rope, indexer: IndexerConfig
+    x_TD: jax.Array, latent_TQ: jax.Array, keys_SJ: jax.Array, weights: IndexerWeights, rope: Rope, *, indexer: IndexerConfig
 ) -> jax.Array:
     """How much each new row wants each cached position: Σ_i weight_i · relu(q_i · k · J^-1/2), float32 [T, S].
 
