@@ -67,7 +67,10 @@ def load(
     if backend == "native":
         if not is_container(source):
             raise OptionError(
-                "the native engine runs containers", where=str(source), expected="a converted directory (colibri-jax convert)", got="a checkpoint"
+                "the native engine runs containers",
+                where=str(source),
+                expected="a converted directory (colibri-jax convert)",
+                got="a checkpoint",
             )
         return _load_native(
             Container.open(source, group_size=group_size),
@@ -120,7 +123,7 @@ def _load_reference(
     params: Mapping[str, Float32Array | QuantizedMatrix]
     if is_container(source):
         container = Container.open(source, group_size=group_size)
-        config, params = container.config, _Lazy(container, list(container.entries))
+        config, params = container.runnable_config, _Lazy(container, list(container.entries))
         precision = precision or "w4a8"
     else:
         checkpoint = SourceCheckpoint.open(source)

@@ -122,6 +122,19 @@ class Container:
         return self.config.indexer is not None and "layers.0.indexer.wk" in self.entries
 
     @property
+    def runnable_config(self) -> ModelConfig:
+        """The configuration without what this container lacks.
+
+        Without indexers attention is dense and the context ends at `index_topk`: up to there an indexer takes every position.
+        """
+        config = self.config
+        if config.n_mtp_layers and not self.has_mtp:
+            config = dataclasses.replace(config, n_mtp_layers=0)
+        if config.indexer is not None and not self.has_indexers:
+            config = dataclasses.replace(config, indexer=None, max_positions=min(config.max_positions, config.indexer.topk))
+        return config
+
+    @property
     def tokenizer_files(self) -> dict[str, Path]:
         """Tokenizer, chat template and generation files beside the weights, by file name."""
         return carried_files(self.path)

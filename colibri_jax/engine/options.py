@@ -54,7 +54,10 @@ class EngineOptions:
             raise OptionError("unknown precision of the native engine", where="precision", expected="w4a8 or w4a32", got=self.precision)
         if self.cache_experts is not None and self.ram_bytes is not None:
             raise OptionError(
-                "two sizes for one cache", where="cache_experts, ram_bytes", expected="one of them", got=(self.cache_experts, self.ram_bytes)
+                "two sizes for one cache",
+                where="cache_experts, ram_bytes",
+                expected="one of them",
+                got=(self.cache_experts, self.ram_bytes),
             )
         for field in ("context_positions", "cache_experts", "ram_bytes", "threads", "io_threads"):
             value = getattr(self, field)
@@ -67,16 +70,19 @@ class EngineOptions:
         """Compute threads after defaults."""
         return self.threads or len(os.sched_getaffinity(0))
 
-    def resolved_context(self, most: int) -> int:
+    def resolved_context(self, config: ModelConfig) -> int:
         """Cache positions after defaults.
 
         Raises:
-            OptionError: more than the `most` that can be computed.
+            OptionError: more than can be computed.
         """
+        most = config.max_positions
         if self.context_positions is None:
             return min(most, DEFAULT_CONTEXT_POSITIONS)
         if self.context_positions > most:
-            raise OptionError("context longer than can be computed", where="context_positions", expected=f"<= {most}", got=self.context_positions)
+            raise OptionError(
+                "context longer than can be computed", where="context_positions", expected=f"<= {most}", got=self.context_positions
+            )
         return self.context_positions
 
 
@@ -99,13 +105,7 @@ def plan_engine(container: Container, options: EngineOptions, routing: RoutingOp
         MemoryBudgetError: the bound cannot hold dense weights, KV cache, working memory and one slot per MoE layer.
         OptionError: options and model do not fit each other.
     """
-    config = container.config
-    if config.indexer is not None and not container.has_indexers:
-        # Up to top-k positions the indexer chooses all of them, so that far it is not needed.
-        most = min(config.max_positions, config.indexer.topk)
-        config = dataclasses.replace(config, indexer=None)
-    else:
-        most = config.max_positions
+    config = container.runnable_config
     files = sorted({entry.path for entry in container.entries.values()})
     index = {path: number for number, path in enumerate(files)}
     model = _model_dict(config, {role: _matrix(container.entries[role], index) for role in _dense_roles(config)})
@@ -114,7 +114,6 @@ def plan_engine(container: Container, options: EngineOptions, routing: RoutingOp
         for layer in config.moe_layers
     ]
     described = _options_dict(config, options, routing, [str(path) for path in files], experts)
-    described["context"] = options.resolved_context(most)
     return _fit(config, options, model, described)
 
 
@@ -162,7 +161,9 @@ def free_memory_bytes() -> int:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    raise MemoryBudgetError("the kernel does not say how much memory is free", where="/proc/meminfo", expected="MemAvailable", got="nothing")
+    raise MemoryBudgetError(
+        "the kernel does not say how much memory is free", where="/proc/meminfo", expected="MemAvailable", got="nothing"
+    )
 
 
 def _dense_roles(config: ModelConfig) -> list[str]:
@@ -234,6 +235,7 @@ def _options_dict(
         "experts": experts,
         "io_threads": options.io_threads,
         "direct": options.io == "direct",
+        "context": options.resolved_context(config),
         "threads": options.resolved_threads(),
         "isa": options.isa,
         "quantised_activations": options.precision == "w4a8",

@@ -40,7 +40,7 @@ class NativeModel:
         routing: RoutingOptions | None = None,
         budget_scopes: Iterable[Scope] = ("decode",),
     ) -> None:
-        self._config = container.config
+        self._config = container.runnable_config
         self._options = options or EngineOptions()
         self._routing = routing or RoutingOptions()
         self._budget_scopes = frozenset(budget_scopes)
@@ -139,7 +139,9 @@ class NativeModel:
 def _token_array(tokens: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
     array = np.asarray(tokens)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise TokenError("tokens of a step", where="tokens", expected="a flat sequence of integers", got=f"{array.dtype} {list(array.shape)}")
+        raise TokenError(
+            "tokens of a step", where="tokens", expected="a flat sequence of integers", got=f"{array.dtype} {list(array.shape)}"
+        )
     limits = np.iinfo(np.int32)
     if array.size and (array.max() > limits.max or array.min() < limits.min):
         raise TokenError("token outside the vocabulary", where="tokens", expected="32-bit ids", got=int(np.abs(array).max()))

@@ -82,7 +82,9 @@ class ReferenceModel:
         self._routing = routing if routing is not None else RoutingOptions()
         self._budget_scopes = _check_scopes(budget_scopes)
         self._context = _check_context(context_positions, config)
-        self._options = _options_by_layer(self._routing, config)
+        n_moe = len(config.moe_layers)
+        if isinstance(self._routing.budget, tuple) and len(self._routing.budget) != n_moe:
+            raise OptionError("one budget per MoE layer", where="budget", expected=f"{n_moe} values", got=len(self._routing.budget))
         self._precision: Precision = precision
         self._geometry = Geometry(config.attention, config.indexer, config.rms_eps, mla_form)
         self._rope = rope_table(self._context, config.attention.rope_dim, config.attention.rope_theta)
@@ -100,6 +102,7 @@ class ReferenceModel:
         self._caches = [empty_cache(layer, config) for layer in self._layers]
         self._position = 0
         self._selections: tuple[Selection, ...] = ()
+        self._router_logits: tuple[Float32, ...] = ()
         self._hidden_TD: Float32 = np.zeros((0, config.hidden_size), np.float32)
         self._scopes: dict[Scope, ScopeStats] = {scope: ScopeStats() for scope in SCOPES}
 
@@ -144,6 +147,15 @@ class ReferenceModel:
         return self._selections
 
     @property
+    def router_logits(self) -> tuple[Float32, ...]:
+        """Per MoE layer, float32 [n, E] of the last forward."""
+        return self._router_logits
+
+    def router(self, layer: int) -> RouterSpec | None:
+        """A trunk layer's router with its correction bias; None where the layer is dense."""
+        return self._layers[layer].router
+
+    @property
     def hidden(self) -> Float32:
         """float32 [n, D]: the last forward's hidden states after the final norm, which the MTP block reads."""
         return self._hidden_TD
@@ -173,18 +185,21 @@ class ReferenceModel:
             raise OptionError("unknown choice", where="logits", expected="all or last", got=logits)
         ids = self._check_tokens(tokens, self._position)
         hidden_TD, caches, selections = self.embed(ids), [], []
+        router_logits: list[Float32] = []
         attended_TS: npt.NDArray[np.bool_] | None = None
         for layer, cache in enumerate(self._caches):
             shares = self._config.indexer is not None and self._config.indexer.kinds[layer] == "shared"
             result = self.layer_step(layer, hidden_TD, cache, self._position, scope=scope, attended_TS=attended_TS if shares else None)
             hidden_TD, attended_TS = result.hidden_TD, result.attended_TS
             caches.append(result.cache)
-            if result.selection is not None:
+            if result.selection is not None and result.router_logits_TE is not None:
                 selections.append(result.selection)
+                router_logits.append(result.router_logits_TE)
         normed_TD = self._per_row(_final_norm, hidden_TD, self._final_norm, eps=self._config.rms_eps)
         logits_TW = self.score(normed_TD if logits == "all" else normed_TD[-1:])
 
         self._caches, self._selections, self._hidden_TD = caches, tuple(selections), normed_TD
+        self._router_logits = tuple(router_logits)
         self._position += ids.size
         spent = ScopeStats(steps=1, positions=ids.size, wall_seconds=time.perf_counter() - begin)
         self._scopes[scope] = self._scopes[scope].plus(spent).with_selections(selections)
@@ -306,8 +321,7 @@ class ReferenceModel:
     # ---- helpers --------------------------------------------------------------------------------------------------
 
     def _effective(self, moe_index: int, scope: Scope) -> RoutingOptions:
-        options = self._options[moe_index]
-        return options if scope in self._budget_scopes else options.without_budget()
+        return self._routing.effective(moe_index, scope, self._budget_scopes)
 
     def _check_tokens(self, tokens: Sequence[int] | npt.NDArray[np.integer], position: int) -> npt.NDArray[np.int64]:
         ids = np.asarray(tokens)
@@ -356,10 +370,3 @@ def _check_context(asked: int | None, config: ModelConfig) -> int:
     if not 1 <= asked <= config.max_positions:
         raise OptionError("context out of range", where="context_positions", expected=f"1 to {config.max_positions}", got=asked)
     return asked
-
-
-def _options_by_layer(routing: RoutingOptions, config: ModelConfig) -> list[RoutingOptions]:
-    n_moe = len(config.moe_layers)
-    if isinstance(routing.budget, tuple) and len(routing.budget) != n_moe:
-        raise OptionError("one budget per MoE layer", where="budget", expected=f"{n_moe} values", got=len(routing.budget))
-    return [routing.for_layer(index) for index in range(n_moe)]

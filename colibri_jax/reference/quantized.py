@@ -9,7 +9,9 @@ Shapes: T positions, X inputs, Y outputs, G groups of Z inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -27,6 +29,8 @@ StoredArray = npt.NDArray[np.float32] | QuantizedMatrix
 # Below this largest magnitude a group of activations counts as zero.
 SMALLEST_ACTIVATION = 1e-30
 _LEVELS_BITS = 0x42FE0000  # float32 127.0
+
+_RECORD: contextvars.ContextVar[list[npt.NDArray[np.float32]] | None] = contextvars.ContextVar("quantiser inputs", default=None)
 
 
 class Quantized(NamedTuple):
@@ -104,6 +108,21 @@ def product(x_TX: jax.Array, matrix: Matrix) -> jax.Array:
     return jnp.einsum("tx,yx->ty", x_TX, matrix, precision="highest")
 
 
+@contextlib.contextmanager
+def recorded_activations() -> Iterator[list[npt.NDArray[np.float32]]]:
+    """Run the reference operation by operation and list what enters its quantisers, float32 [T, X] each, in order.
+
+    For explaining a difference: compiled code keeps its intermediate values to itself.
+    """
+    seen: list[npt.NDArray[np.float32]] = []
+    token = _RECORD.set(seen)
+    try:
+        with jax.disable_jit():
+            yield seen
+    finally:
+        _RECORD.reset(token)
+
+
 def quantize_activations(x_TX: jax.Array, group_size: int, levels: jax.Array) -> tuple[jax.Array, jax.Array]:
     """int8 activations per group: s = max|x| / 127, q = clip(rint(x / s), ±127), both true divisions.
 
@@ -117,6 +136,9 @@ def quantize_activations(x_TX: jax.Array, group_size: int, levels: jax.Array) ->
         scales_TG: float32; 0 where max|x| < 1e-30, NaN where the group is not finite, so that its row turns NaN and
             the caller can refuse it.
     """
+    seen = _RECORD.get()
+    if seen is not None:
+        seen.append(np.asarray(x_TX))
     missing = -x_TX.shape[1] % group_size
     x_TGZ = jnp.pad(x_TX, ((0, 0), (0, missing))).reshape(x_TX.shape[0], -1, group_size)
     largest_TG = jnp.max(jnp.abs(x_TGZ), axis=2)
