@@ -5,6 +5,14 @@ set(COLIBRI_SOURCES
     src/kernels/scalar/table.cpp
     # routing
     # io and cache
+    src/cache/expert_store.cpp
+    src/cache/geometry.cpp
+    src/cache/walk.cpp
+    src/io/faults.cpp
+    src/io/file_set.cpp
+    src/io/pread_pool.cpp
+    src/io/read_plan.cpp
+    src/io/repack.cpp
     # model
 )
 set(COLIBRI_AVX2_SOURCES
