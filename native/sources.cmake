@@ -6,8 +6,19 @@ set(COLIBRI_SOURCES
     src/kernels/scalar/quantized.cpp
     src/kernels/scalar/table.cpp
     # routing
+    src/routing/budget.cpp
+    src/routing/exact_math.cpp
+    src/routing/position.cpp
+    src/routing/select.cpp
     # io and cache
     # model
+    src/model/attention.cpp
+    src/model/engine.cpp
+    src/model/indexer.cpp
+    src/model/matrix.cpp
+    src/model/moe.cpp
+    src/model/thread_pool.cpp
+    src/model/weights.cpp
 )
 set(COLIBRI_AVX2_SOURCES
     src/kernels/avx2/dequantize.cpp
