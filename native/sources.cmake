@@ -29,9 +29,15 @@ set(COLIBRI_SOURCES
     src/model/weights.cpp
 )
 set(COLIBRI_AVX2_SOURCES
+    src/kernels/avx2/dequantize.cpp
+    src/kernels/avx2/floats.cpp
+    src/kernels/avx2/quantized.cpp
     src/kernels/avx2/table.cpp
 )
 set(COLIBRI_AVX512_SOURCES
+    src/kernels/avx512/dequantize.cpp
+    src/kernels/avx512/floats.cpp
+    src/kernels/avx512/quantized.cpp
     src/kernels/avx512/table.cpp
 )
 set(COLIBRI_BINDING_SOURCES

@@ -7,7 +7,7 @@ namespace colibri {
 namespace scalar {
 extern const Kernels table;
 }
-#ifdef COLIBRI_SIMD_TABLES
+#ifdef COLIBRI_X86
 namespace avx2 {
 extern const Kernels table;
 }
@@ -20,7 +20,7 @@ namespace {
 
 std::vector<const Kernels*> usable_tables() {
     std::vector<const Kernels*> tables{&scalar::table};
-#ifdef COLIBRI_SIMD_TABLES
+#ifdef COLIBRI_X86
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2")) {
         tables.push_back(&avx2::table);
