@@ -1,1 +1,8 @@
-"""The reference: pure JAX, and the definition of routing, budget, quantised arithmetic and the model."""
+"""The reference: pure JAX functions that define routing, budget and the model. Knows nothing of the native engine."""
+
+from __future__ import annotations
+
+from colibri_jax.reference.model import ReferenceModel
+from colibri_jax.reference.routing import select_experts
+
+__all__ = ["ReferenceModel", "select_experts"]
