@@ -45,7 +45,10 @@ HF_CONFIG: dict[str, Any] = {
 
 SPECIAL_TOKENS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
-CHAT_TEMPLATE = "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+CHAT_TEMPLATE = (
+    "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 
 # One step of a scope with a budget: figures are chosen so that every derived value has a short decimal form.
 STEP_STATS: dict[Scope, ScopeStats] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.console import Console
@@ -13,7 +13,7 @@ from colibri_jax.cli.options import BYTES_PER_GB
 from colibri_jax.container.convert import plan_conversion, run_conversion
 
 # The command's names for layouts: "colibri" is what other engines open, the container's word for it says how rows lie.
-LAYOUTS = {"rows16": "rows16", "colibri": "row_major"}
+LAYOUTS: dict[str, Literal["rows16", "row_major"]] = {"rows16": "rows16", "colibri": "row_major"}
 
 
 @click.command()
