@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colibri_jax.errors import NonFiniteLogitError, OptionError, ShapeError
+from colibri_jax.generate import sampling
 from colibri_jax.generate.sampling import MAX_SEED, SamplingOptions, probabilities, sample, uniform_at
 
 N_DRAWS = 20_000
@@ -102,6 +103,23 @@ def test_top_p_ties_go_to_the_lowest_id_and_equality_is_enough() -> None:
     for share, kept in [(0.25, 1), (0.2500001, 2), (0.5, 2), (0.75, 3), (0.7500001, 4), (1e-9, 1)]:
         p = probabilities(equal, SamplingOptions(temperature=1.0, top_p=share))
         assert p.tolist() == [1 / kept] * kept + [0.0] * (4 - kept), share
+
+
+def test_top_p_ties_go_to_the_lowest_id_in_a_long_vocabulary_too() -> None:
+    """Long enough for an unstable sort to show."""
+    logits = np.tile(np.array([0.0, 1.0], np.float32), 1000)
+    p = probabilities(logits, SamplingOptions(temperature=1.0, top_p=0.1))
+    kept = np.flatnonzero(p)
+    assert kept.tolist() == list(range(1, 2 * kept.size, 2))
+
+
+@pytest.mark.parametrize(("draw_at", "token"), [(0.0, 1), (0.5 - 2**-53, 1), (0.5, 3), (1.0 - 2**-53, 3)])
+def test_a_draw_at_the_edge_of_a_token_belongs_to_the_next_and_never_to_one_left_out(
+    monkeypatch: pytest.MonkeyPatch, draw_at: float, token: int
+) -> None:
+    monkeypatch.setattr(sampling, "uniform_at", lambda seed, position: draw_at)
+    logits = np.array([-5.0, 2.0, -5.0, 2.0, -5.0], np.float32)
+    assert sample(logits, 0, SamplingOptions(temperature=1.0, top_p=0.9)) == token
 
 
 def test_a_near_tie_does_not_change_where_a_draw_falls() -> None:

@@ -110,7 +110,8 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
         max_new_tokens=value["max_new_tokens"], prefill_chunk=value["prefill_chunk"], sampling=sampling, stop_ids=tokenizer.stop_ids
     )
     notes = _notes(config, routing, scopes, options, largest_prefill_step=min(run.prefill_chunk, len(prompt_ids)))
-    shown = {name: option for name, option in options.items() if name not in ("prompt", "system", "mtp", "as_json")}
+    hidden = {"prompt", "system", "mtp", "as_json"} | (set() if value["raw"] else {"raw"})
+    shown = {name: option for name, option in options.items() if name not in hidden}
     click.echo(describe_options(shown), err=True)
     for note in notes:
         click.echo(note, err=True)
