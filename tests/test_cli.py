@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -327,12 +328,13 @@ def test_the_list_of_commands_is_what_help_shows() -> None:
 # ---- convert and inspect: what reaches the container's functions
 
 
+@dataclasses.dataclass(frozen=True)
 class Summary:
+    path: Path = Path("there")
+    expert_bytes: int = 12
+
     def lines(self) -> list[str]:
         return ["first line", "second line"]
-
-    def to_json(self) -> dict[str, int]:
-        return {"expert_bytes": 12}
 
 
 @pytest.fixture
@@ -392,5 +394,5 @@ def test_convert_refuses_what_the_plan_refuses(container: dict[str, Any], tmp_pa
 def test_inspect_prints_lines_or_json(container: dict[str, Any], tmp_path: Path) -> None:
     assert call("inspect", str(tmp_path), "--ram-gb", "2").stdout == "first line\nsecond line\n"
     assert container["describe"] == (tmp_path, {"ram_bytes": 2_000_000_000, "group_size": None})
-    assert json.loads(call("inspect", "--json", SNAP=str(tmp_path)).stdout) == {"expert_bytes": 12}
+    assert json.loads(call("inspect", "--json", SNAP=str(tmp_path)).stdout) == {"path": "there", "expert_bytes": 12}
     assert container["describe"][1]["ram_bytes"] > 0

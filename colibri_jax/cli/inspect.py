@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -31,7 +32,7 @@ def inspect(model_dir: Path | None, ram_gb: float | None, group_size: int | None
     ram_bytes = _physical_memory() if ram_gb is None else round(ram_gb * BYTES_PER_GB)
     summary = describe(model_directory(model_dir), ram_bytes=ram_bytes, group_size=group_size)
     if as_json:
-        click.echo(json.dumps(summary.to_json(), ensure_ascii=False))
+        click.echo(json.dumps(dataclasses.asdict(summary), ensure_ascii=False, default=str))
         return
     for line in summary.lines():
         click.echo(line)
