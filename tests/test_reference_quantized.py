@@ -70,7 +70,7 @@ def test_scales_and_quotients_are_true_divisions() -> None:
     """A compiler that multiplies with reciprocals instead gets some of these wrong, which the last line shows."""
     rng = np.random.default_rng(3)
     x = (rng.uniform(1, 2, (512, 64)) * np.exp2(rng.integers(-60, 60, (512, 1)))).astype(np.float32)
-    q_TGZ, scales_TG = jax.jit(quantized.quantize_activations, static_argnums=1)(x, 64, np.float32(127))
+    q_TGZ, scales_TG = jax.jit(quantized.quantize_activations, static_argnums=1)(x, 64, np.int32(0))
     scales = x.max(axis=1) / np.float32(127)
     np.testing.assert_array_equal(_bits(scales_TG)[:, 0], _bits(scales))
     np.testing.assert_array_equal(np.asarray(q_TGZ)[:, 0], np.rint(x / scales[:, None]))
@@ -79,7 +79,7 @@ def test_scales_and_quotients_are_true_divisions() -> None:
 
 def test_activations_are_quantised_as_the_oracle_does() -> None:
     x = random_activations(np.random.default_rng(5), 9, 150)
-    q_TGZ, scales_TG = jax.jit(quantized.quantize_activations, static_argnums=1)(x, 64, np.float32(127))
+    q_TGZ, scales_TG = jax.jit(quantized.quantize_activations, static_argnums=1)(x, 64, np.int32(0))
     for row in range(9):
         for group in range(3):
             q, scale = oracle.quantize_group(x[row, 64 * group : 64 * group + 64])

@@ -6,6 +6,7 @@ takes the key matrix to the query's side, the expanded one makes keys and values
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -14,9 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from colibri_jax.config import LATENT_NORM_EPS, MLAConfig
-from colibri_jax.reference.quantized import Matrix, product
+from colibri_jax.reference import ordered
+from colibri_jax.reference.quantized import Matrix, product, zero_of
 
 MLAForm = Literal["absorbed", "expanded"]
+
+# Rows that the ordered form takes together: enough to fill vectors, few enough to keep [rows, H, S, 16] in the cache.
+ROWS_AT_A_TIME = 8
 
 
 class MLAWeights(NamedTuple):
@@ -39,9 +44,17 @@ class Rope(NamedTuple):
     sin_TP: jax.Array
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean x² + eps) over the last dimension, times the weight."""
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, zero: jax.Array | None = None) -> jax.Array:
+    """x / sqrt(mean x² + eps) over the last dimension, times the weight; in the fixed order where `zero` is given."""
+    if zero is not None:
+        return ordered.rms_norm(x, weight, eps, zero)
     return weight * (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps))
+
+
+@functools.partial(jax.jit, static_argnames="eps")
+def final_norm(x: jax.Array, weight: jax.Array, zero: jax.Array | None, *, eps: float) -> jax.Array:
+    """`rms_norm`, compiled by itself."""
+    return rms_norm(x, weight, eps, zero)
 
 
 def rope_table(n_positions: int, rope_dim: int, theta: float) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
@@ -55,15 +68,19 @@ def rope_table(n_positions: int, rope_dim: int, theta: float) -> tuple[npt.NDArr
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, zero: jax.Array | None = None) -> jax.Array:
     """Rotate pairs (2i, 2i + 1) of the last dimension by angle i; results lie in halves: first parts, then second parts.
 
     Args:
         x: float32 [..., R].
         cos, sin: broadcastable to [..., R / 2].
+        zero: as in `rms_norm`; every product is then rounded by itself.
     """
     first, second = x[..., 0::2], x[..., 1::2]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    terms = [first * cos, second * sin, second * cos, first * sin]
+    if zero is not None:
+        terms = [ordered.separate(term, zero) for term in terms]
+    return jnp.concatenate([terms[0] - terms[1], terms[2] + terms[3]], axis=-1)
 
 
 def project_queries(x_TD: jax.Array, weights: MLAWeights, rope: Rope, mla: MLAConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -74,17 +91,19 @@ def project_queries(x_TD: jax.Array, weights: MLAWeights, rope: Rope, mla: MLACo
         query_THN: the part without rope.
         rotated_THR: the part with rope, rotated.
     """
-    latent_TQ = rms_norm(product(x_TD, weights.q_a), weights.q_a_norm, LATENT_NORM_EPS)
+    zero = zero_of(weights.q_a)
+    latent_TQ = rms_norm(product(x_TD, weights.q_a), weights.q_a_norm, LATENT_NORM_EPS, zero)
     query = product(latent_TQ, weights.q_b).reshape(x_TD.shape[0], mla.n_heads, mla.qk_dim)
-    rotated_THR = rotate(query[..., mla.nope_dim :], rope.cos_TP[:, None, :], rope.sin_TP[:, None, :])
+    rotated_THR = rotate(query[..., mla.nope_dim :], rope.cos_TP[:, None, :], rope.sin_TP[:, None, :], zero)
     return latent_TQ, query[..., : mla.nope_dim], rotated_THR
 
 
 def project_latent(x_TD: jax.Array, weights: MLAWeights, rope: Rope, mla: MLAConfig) -> jax.Array:
     """What the KV cache keeps of the new positions: normed latent, then rotated key, float32 [T, C + R]."""
+    zero = zero_of(weights.kv_a)
     projected = product(x_TD, weights.kv_a)
-    latent_TC = rms_norm(projected[:, : mla.kv_lora_rank], weights.kv_a_norm, LATENT_NORM_EPS)
-    key_TR = rotate(projected[:, mla.kv_lora_rank :], rope.cos_TP, rope.sin_TP)
+    latent_TC = rms_norm(projected[:, : mla.kv_lora_rank], weights.kv_a_norm, LATENT_NORM_EPS, zero)
+    key_TR = rotate(projected[:, mla.kv_lora_rank :], rope.cos_TP, rope.sin_TP, zero)
     return jnp.concatenate([latent_TC, key_TR], axis=1)
 
 
@@ -104,11 +123,16 @@ def attend(
         query_THN, rotated_THR: from `project_queries`.
         cache_SC: float32 [S, C + R], rows as `project_latent` makes them.
         attended_TS: bool, True where a query may look; at least one per row.
-        form: "absorbed" or "expanded"; the same function, summed in another order.
+        form: "absorbed" or "expanded"; the same function, summed in another order. Where weights are quantised, the
+            absorbed form follows the fixed order of the contract.
 
     Returns:
         float32 [T, D].
     """
+    zero = zero_of(weights.o)
+    if zero is not None and form == "absorbed":
+        value_THV = _attend_in_order(query_THN, rotated_THR, cache_SC, attended_TS, weights, mla, zero)
+        return product(value_THV.reshape(value_THV.shape[0], -1), weights.o)
     latent_SC, key_SR = cache_SC[:, : mla.kv_lora_rank], cache_SC[:, mla.kv_lora_rank :]
     scores_THS = jnp.einsum("thr,sr->ths", rotated_THR, key_SR, precision="highest")
     if form == "absorbed":
@@ -126,3 +150,28 @@ def attend(
         value_SHV = jnp.einsum("sc,hvc->shv", latent_SC, weights.value_HVC, precision="highest")
         value_THV = jnp.einsum("ths,shv->thv", shares_THS, value_SHV, precision="highest")
     return product(value_THV.reshape(value_THV.shape[0], -1), weights.o)
+
+
+def _attend_in_order(
+    query_THN: jax.Array,
+    rotated_THR: jax.Array,
+    cache_SC: jax.Array,
+    attended_TS: jax.Array,
+    weights: MLAWeights,
+    mla: MLAConfig,
+    zero: jax.Array,
+) -> jax.Array:
+    """The absorbed form with every sum in its order, some rows at a time; float32 [T, H, V]."""
+    key_HCN = weights.key_HNC.transpose(0, 2, 1)
+
+    def attend_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        query_HN, rotated_HR, attended_S = row
+        query_HC = ordered.dot(query_HN[:, None, :], key_HCN, zero)
+        joined_HC = jnp.concatenate([query_HC, rotated_HR], axis=1)
+        scores_HS = ordered.separate(ordered.matmul(joined_HC, cache_SC, zero) * mla.softmax_scale, zero)
+        shares_HS = ordered.softmax(scores_HS, attended_S[None, :], zero)
+        mixed_HC = ordered.mix_in_order(shares_HS, cache_SC[:, : mla.kv_lora_rank], zero)
+        return ordered.dot(mixed_HC[:, None, :], weights.value_HVC, zero)
+
+    value_THV: jax.Array = jax.lax.map(attend_row, (query_THN, rotated_THR, attended_TS), batch_size=ROWS_AT_A_TIME)
+    return value_THV

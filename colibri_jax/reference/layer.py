@@ -21,7 +21,17 @@ from colibri_jax.config import IndexerConfig, MLAConfig, ModelConfig
 from colibri_jax.errors import NonFiniteActivationError, NonFiniteLogitError, ShapeError
 from colibri_jax.reference.attention import MLAForm, MLAWeights, Rope, attend, project_latent, project_queries, rms_norm
 from colibri_jax.reference.moe import MLPWeights, MoEWeights, mlp, moe, router_logits, weights_by_expert
-from colibri_jax.reference.quantized import HostMatrix, Matrix, Precision, StoredArray, check_stored, prepare, stack_to_device, to_device
+from colibri_jax.reference.quantized import (
+    HostMatrix,
+    Matrix,
+    Precision,
+    StoredArray,
+    check_stored,
+    prepare,
+    stack_to_device,
+    to_device,
+    zero_of,
+)
 from colibri_jax.reference.sparse_index import IndexerWeights, choose_positions, index_keys, index_scores
 from colibri_jax.routing_spec import RouterSpec, Selection
 from colibri_jax.tensors import EXPERT_PARTS, TensorSpec, expert_roles, layer_specs
@@ -248,7 +258,8 @@ def _attention_block(
     geometry: Geometry,
 ) -> tuple[jax.Array, jax.Array, LayerCache, jax.Array | None]:
     """Attention with its residual; returns the new residual, its norm (the MLP's input), the cache and the choice."""
-    x_TD = rms_norm(hidden_TD, weights.norm, geometry.eps)
+    zero = zero_of(weights.mla.o)
+    x_TD = rms_norm(hidden_TD, weights.norm, geometry.eps, zero)
     latent_TQ, query_THN, rotated_THR = project_queries(x_TD, weights.mla, rope, geometry.mla)
 
     rows_T = jnp.arange(hidden_TD.shape[0], dtype=jnp.int32)
@@ -261,14 +272,14 @@ def _attention_block(
     index_SJ = cache.index_SJ
     if weights.indexer is not None and geometry.indexer is not None:
         assert index_SJ is not None
-        index_SJ = jnp.asarray(index_SJ).at[target_T].set(index_keys(x_TD, weights.indexer, rope), mode="drop")
+        index_SJ = jnp.asarray(index_SJ).at[target_T].set(index_keys(x_TD, weights.indexer, rope, zero), mode="drop")
         if attended_TS is None:
-            scores_TS = index_scores(x_TD, latent_TQ, index_SJ, weights.indexer, rope, indexer=geometry.indexer)
+            scores_TS = index_scores(x_TD, latent_TQ, index_SJ, weights.indexer, rope, indexer=geometry.indexer, zero=zero)
             attended_TS = choose_positions(scores_TS, visible_TS, geometry.indexer.topk)
     looked_at_TS = visible_TS if attended_TS is None else (visible_TS & attended_TS) | (rows_T >= n_rows)[:, None]
     attention_TD = attend(query_THN, rotated_THR, latent_SC, looked_at_TS, weights.mla, mla=geometry.mla, form=geometry.form)
     hidden_TD = hidden_TD + attention_TD
-    return hidden_TD, rms_norm(hidden_TD, weights.mlp_norm, geometry.eps), LayerCache(latent_SC, index_SJ), attended_TS
+    return hidden_TD, rms_norm(hidden_TD, weights.mlp_norm, geometry.eps, zero), LayerCache(latent_SC, index_SJ), attended_TS
 
 
 @jax.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -14,7 +13,7 @@ import numpy.typing as npt
 
 from colibri_jax.config import ModelConfig
 from colibri_jax.errors import ConfigError, ContextOverflowError, OptionError, RewindError, ShapeError, TokenError
-from colibri_jax.reference.attention import MLAForm, rms_norm, rope_table
+from colibri_jax.reference.attention import MLAForm, final_norm, rope_table
 from colibri_jax.reference.layer import (
     ExpertResidency,
     Float32,
@@ -29,7 +28,7 @@ from colibri_jax.reference.layer import (
     run_layer,
 )
 from colibri_jax.reference.mtp import MTPBlock
-from colibri_jax.reference.quantized import Matrix, Precision, check_stored, look_up_rows, prepare, product, to_device
+from colibri_jax.reference.quantized import Matrix, Precision, check_stored, look_up_rows, prepare, product, to_device, zero_of
 from colibri_jax.reference.routing import select_experts
 from colibri_jax.routing_spec import SCOPES, RouterSpec, RoutingOptions, Scope, Selection
 from colibri_jax.stats import ScopeStats, Stats
@@ -195,7 +194,7 @@ class ReferenceModel:
             if result.selection is not None and result.router_logits_TE is not None:
                 selections.append(result.selection)
                 router_logits.append(result.router_logits_TE)
-        normed_TD = self._per_row(_final_norm, hidden_TD, self._final_norm, eps=self._config.rms_eps)
+        normed_TD = self._per_row(final_norm, hidden_TD, self._final_norm, zero_of(self._head), eps=self._config.rms_eps)
         logits_TW = self.score(normed_TD if logits == "all" else normed_TD[-1:])
 
         self._caches, self._selections, self._hidden_TD = caches, tuple(selections), normed_TD
@@ -345,11 +344,6 @@ class ReferenceModel:
         n_rows = rows_TD.shape[0]
         padded = np.pad(rows_TD, ((0, bucket(n_rows) - n_rows), (0, 0)))
         return np.asarray(function(padded, *args, **static))[:n_rows]
-
-
-@functools.partial(jax.jit, static_argnames="eps")
-def _final_norm(hidden_TD: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
-    return rms_norm(hidden_TD, weight, eps)
 
 
 @jax.jit

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from colibri_jax.reference.quantized import Matrix, product
+from colibri_jax.reference import ordered
+from colibri_jax.reference.quantized import Matrix, product, zero_of
 from colibri_jax.routing_spec import Selection
 
 
@@ -35,7 +36,10 @@ class MoEWeights(NamedTuple):
 
 def mlp(x_TD: jax.Array, weights: MLPWeights) -> jax.Array:
     """down(silu(gate x) · up x), float32 [T, D]."""
-    return product(jax.nn.silu(product(x_TD, weights.gate)) * product(x_TD, weights.up), weights.down)
+    zero = zero_of(weights.gate)
+    gate_TF = product(x_TD, weights.gate)
+    gate_TF = jax.nn.silu(gate_TF) if zero is None else ordered.silu(gate_TF, zero)
+    return product(gate_TF * product(x_TD, weights.up), weights.down)
 
 
 def router_logits(x_TD: jax.Array, weight_ED: jax.Array) -> jax.Array:
@@ -73,10 +77,14 @@ def moe(x_TD: jax.Array, weights: MoEWeights, weights_TE: jax.Array) -> jax.Arra
 
     def add_expert(sum_TD: jax.Array, expert: tuple[MLPWeights, jax.Array]) -> tuple[jax.Array, None]:
         matrices, weight_T = expert
+        zero = zero_of(matrices.gate)
 
         def add(sum_TD: jax.Array) -> jax.Array:
             # Not a product with 0: what an expert makes of a row that did not choose it may be infinite.
-            return sum_TD + jnp.where(weight_T[:, None] != 0.0, weight_T[:, None] * mlp(x_TD, matrices), 0.0)
+            term_TD = weight_T[:, None] * mlp(x_TD, matrices)
+            if zero is not None:
+                term_TD = ordered.separate(term_TD, zero)
+            return sum_TD + jnp.where(weight_T[:, None] != 0.0, term_TD, 0.0)
 
         return jax.lax.cond(jnp.any(weight_T != 0.0), add, lambda sum_TD: sum_TD, sum_TD), None
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from colibri_jax.config import ModelConfig
 from colibri_jax.errors import RewindError
-from colibri_jax.reference.attention import rms_norm
+from colibri_jax.reference.attention import final_norm, rms_norm
 from colibri_jax.reference.layer import (
     ExpertResidency,
     Float32,
@@ -30,7 +30,7 @@ from colibri_jax.reference.layer import (
     load_layer,
     run_layer,
 )
-from colibri_jax.reference.quantized import Matrix, Precision, check_stored, prepare, product, to_device
+from colibri_jax.reference.quantized import Matrix, Precision, check_stored, prepare, product, to_device, zero_of
 from colibri_jax.routing_spec import RouterSpec, Selection
 from colibri_jax.tensors import mtp_specs
 
@@ -94,7 +94,9 @@ class MTPBlock:
             attended_TS=None,
             select=select,
         )
-        normed_TD = rms_norm(jnp.asarray(np.pad(result.hidden_TD, missing)), self._joint.norm, geometry.eps)
+        normed_TD = final_norm(
+            jnp.asarray(np.pad(result.hidden_TD, missing)), self._joint.norm, zero_of(self._joint.eh_proj), eps=geometry.eps
+        )
         self._cache, self.position = result.cache, self.position + n_rows
         return np.asarray(normed_TD)[:n_rows], result.selection
 
@@ -111,5 +113,6 @@ class MTPBlock:
 
 @functools.partial(jax.jit, static_argnames="eps")
 def _join(weights: _Joint, embedding_TD: jax.Array, trunk_TD: jax.Array, *, eps: float) -> jax.Array:
-    halves = [rms_norm(embedding_TD, weights.enorm, eps), rms_norm(trunk_TD, weights.hnorm, eps)]
+    zero = zero_of(weights.eh_proj)
+    halves = [rms_norm(embedding_TD, weights.enorm, eps, zero), rms_norm(trunk_TD, weights.hnorm, eps, zero)]
     return product(jnp.concatenate(halves, axis=1), weights.eh_proj)

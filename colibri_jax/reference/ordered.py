@@ -25,7 +25,16 @@ EXP_POLYNOMIAL = tuple(float.fromhex(c) for c in ("0x1.fffffcp-2", "0x1.55549p-3
 
 def separate(x: jax.Array, zero: jax.Array) -> jax.Array:
     """x, rounded by itself: the compiler cannot look through an exclusive-or with an int32 0 that it does not know."""
-    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.int32) ^ zero, jnp.float32)
+    return _floats(_bits(x) ^ zero)
+
+
+def divide(x: jax.Array, divisor: jax.Array, zero: jax.Array) -> jax.Array:
+    """x / divisor, each quotient rounded once.
+
+    Given a divisor that is broadcast, XLA multiplies with its reciprocal. Here every element gets a divisor of its own, whose bits
+    depend, as far as a compiler can see, on the element.
+    """
+    return x / _floats(_bits(jnp.broadcast_to(divisor, x.shape)) ^ (_bits(x) & zero))
 
 
 def dot(a: jax.Array, b: jax.Array, zero: jax.Array) -> jax.Array:
@@ -64,27 +73,22 @@ def sum_in_order(x: jax.Array, zero: jax.Array) -> jax.Array:
     return total
 
 
-def divide_by(x: jax.Array, n: int, zero: jax.Array) -> jax.Array:
-    """x / n as a true division; a known divisor would become a factor."""
-    return x / separate(jnp.asarray(n, jnp.float32), zero)
-
-
 def inverse_root(x: jax.Array, zero: jax.Array) -> jax.Array:
     """1 / sqrt(x), two roundings."""
-    return 1.0 / separate(jnp.sqrt(x), zero)
+    return divide(jnp.ones_like(x), jnp.sqrt(x), zero)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, zero: jax.Array) -> jax.Array:
     """x / sqrt(mean x² + eps) over the last dimension, times the weight."""
-    mean = separate(divide_by(dot(x, x, zero), x.shape[-1], zero), zero)
+    mean = _mean(dot(x, x, zero), x, zero)
     return separate(x * inverse_root(mean + eps, zero)[..., None], zero) * weight
 
 
 def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float, zero: jax.Array) -> jax.Array:
     """Mean and variance removed over the last dimension, then weight and bias."""
-    mean = divide_by(dot(x, jnp.ones_like(x), zero), x.shape[-1], zero)
+    mean = _mean(dot(x, jnp.ones_like(x), zero), x, zero)
     centred = separate(x - mean[..., None], zero)
-    variance = separate(divide_by(dot(centred, centred, zero), x.shape[-1], zero), zero)
+    variance = _mean(dot(centred, centred, zero), x, zero)
     scaled = separate(centred * inverse_root(variance + eps, zero)[..., None], zero)
     return separate(scaled * weight, zero) + bias
 
@@ -104,7 +108,7 @@ def exp(x: jax.Array, zero: jax.Array) -> jax.Array:
     for coefficient in (p2, p1, p0):
         tail = mul(tail, r) + coefficient
     mantissa = separate(separate(mul(tail, mul(r, r)) + r, zero) + 1.0, zero)
-    exponent = jax.lax.bitcast_convert_type(shifted, jnp.int32) - ROUND_BITS
+    exponent = _bits(shifted) - ROUND_BITS
     half = exponent >> 1
     return mul(mul(mantissa, _power_of_two(half)), _power_of_two(exponent - half))
 
@@ -113,12 +117,12 @@ def softmax(x: jax.Array, where: jax.Array, zero: jax.Array) -> jax.Array:
     """exp(x - max) / sum over the last dimension where `where` is true, the sum one by one; 0 elsewhere."""
     largest = jnp.max(jnp.where(where, x, -jnp.inf), axis=-1, keepdims=True)
     e = jnp.where(where, exp(separate(x - largest, zero), zero), 0.0)
-    return e / sum_in_order(e, zero)[..., None]
+    return divide(e, sum_in_order(e, zero)[..., None], zero)
 
 
 def silu(x: jax.Array, zero: jax.Array) -> jax.Array:
     """x / (1 + exp(-x))."""
-    return separate(x / separate(1.0 + exp(-x, zero), zero), zero)
+    return separate(divide(x, 1.0 + exp(-x, zero), zero), zero)
 
 
 def mix_in_order(shares: jax.Array, rows: jax.Array, zero: jax.Array) -> jax.Array:
@@ -133,5 +137,17 @@ def mix_in_order(shares: jax.Array, rows: jax.Array, zero: jax.Array) -> jax.Arr
     return total
 
 
+def _mean(total: jax.Array, x: jax.Array, zero: jax.Array) -> jax.Array:
+    return separate(divide(total, jnp.asarray(x.shape[-1], jnp.float32), zero), zero)
+
+
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    return _floats((exponent + 127) << 23)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _floats(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

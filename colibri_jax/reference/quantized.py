@@ -3,7 +3,7 @@
 The quantised product is a contract (its order of roundings is what native kernels reproduce), so nothing here may depend
 on what a compiler finds faster. Three rewrites would change bits: x / 127 into x * (1 / 127), the same for a divisor that many
 elements share, and a product followed by a sum into one fused operation. All are prevented with a zero that only run time knows, see
-`Quantized.levels`.
+`Quantized.zero`.
 
 Shapes: T positions, X inputs, Y outputs, G groups of Z inputs.
 """
@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from colibri_jax.errors import MissingTensorError, OptionError, ShapeError
 from colibri_jax.quant import ACTIVATION_GROUP_SIZE, INT8_MAX, QuantizedMatrix
+from colibri_jax.reference.ordered import divide, separate
 from colibri_jax.tensors import Storage
 
 Precision = Literal["full", "w4a32", "w4a8"]
@@ -29,7 +30,6 @@ StoredArray = npt.NDArray[np.float32] | QuantizedMatrix
 
 # Below this largest magnitude a group of activations counts as zero.
 SMALLEST_ACTIVATION = 1e-30
-_LEVELS_BITS = 0x42FE0000  # float32 127.0
 
 _RECORD: contextvars.ContextVar[list[npt.NDArray[np.float32]] | None] = contextvars.ContextVar("quantiser inputs", default=None)
 
@@ -40,19 +40,19 @@ class Quantized(NamedTuple):
     Attributes:
         q_GYZ: int8; missing inputs of the last group are 0.
         scales_GY: float32; a scale per row stands in every group.
-        levels: float32 127, the divisor of activation scales. It must reach compiled code as an argument, never as a
-            constant: as a known constant it would allow the rewrites that this module exists to prevent.
+        zero: int32 0. It must reach compiled code as an argument, never as a constant: `ordered` needs a 0 that a
+            compiler does not know to round one operation at a time.
     """
 
     q_GYZ: jax.Array
     scales_GY: jax.Array
-    levels: jax.Array
+    zero: jax.Array
 
 
 Matrix = jax.Array | Quantized
 """float32 [Y, X], or quantised."""
 
-HostQuantized = tuple[npt.NDArray[np.int8], npt.NDArray[np.float32], npt.NDArray[np.float32]]
+HostQuantized = tuple[npt.NDArray[np.int8], npt.NDArray[np.float32], npt.NDArray[np.int32]]
 HostMatrix = npt.NDArray[np.float32] | HostQuantized
 
 
@@ -85,7 +85,7 @@ def grouped(matrix: QuantizedMatrix) -> HostQuantized:
     padded[:, :cols] = matrix.q
     scales = np.broadcast_to(matrix.scales, (rows, groups)) if not matrix.group_size else matrix.scales
     q_GYZ = np.ascontiguousarray(padded.reshape(rows, groups, size).transpose(1, 0, 2))
-    return q_GYZ, np.ascontiguousarray(scales.T), np.asarray(INT8_MAX, np.float32)
+    return q_GYZ, np.ascontiguousarray(scales.T), np.asarray(0, np.int32)
 
 
 def to_device(matrix: HostMatrix) -> Matrix:
@@ -124,13 +124,13 @@ def recorded_activations() -> Iterator[list[npt.NDArray[np.float32]]]:
         _RECORD.reset(token)
 
 
-def quantize_activations(x_TX: jax.Array, group_size: int, levels: jax.Array) -> tuple[jax.Array, jax.Array]:
+def quantize_activations(x_TX: jax.Array, group_size: int, zero: jax.Array) -> tuple[jax.Array, jax.Array]:
     """int8 activations per group: s = max|x| / 127, q = clip(rint(x / s), ±127), both true divisions.
 
     Args:
         x_TX: float32.
         group_size: Z; the last group is filled up with zeros.
-        levels: float32 127 that the compiler does not know.
+        zero: int32 0 that the compiler does not know.
 
     Returns:
         q_TGZ: float32 holding integers in ±127.
@@ -144,9 +144,9 @@ def quantize_activations(x_TX: jax.Array, group_size: int, levels: jax.Array) ->
     x_TGZ = jnp.pad(x_TX, ((0, 0), (0, missing))).reshape(x_TX.shape[0], -1, group_size)
     largest_TG = jnp.max(jnp.abs(x_TGZ), axis=2)
     used_TG = ~(largest_TG < SMALLEST_ACTIVATION)
-    scale_TG = _divide(largest_TG, levels, levels)
+    scale_TG = divide(largest_TG, jnp.asarray(INT8_MAX, jnp.float32), zero)
     scales_TG = jnp.where(jnp.isfinite(largest_TG), jnp.where(used_TG, scale_TG, 0.0), jnp.nan)
-    quotient_TGZ = _divide(x_TGZ, jnp.where(used_TG, scales_TG, 1.0)[:, :, None], levels)
+    quotient_TGZ = divide(x_TGZ, jnp.where(used_TG, scales_TG, 1.0)[:, :, None], zero)
     q_TGZ = jnp.clip(jnp.rint(quotient_TGZ), -INT8_MAX, INT8_MAX)
     return jnp.where(used_TG[:, :, None], q_TGZ, 0.0), scales_TG
 
@@ -161,42 +161,23 @@ def quantized_product(x_TX: jax.Array, matrix: Quantized) -> jax.Array:
     Returns:
         float32 [T, Y]; NaN rows where the activations were not finite.
     """
-    q_TGZ, scales_TG = quantize_activations(x_TX, matrix.q_GYZ.shape[2], matrix.levels)
-    runtime_zero = _runtime_zero(matrix.levels)
+    q_TGZ, scales_TG = quantize_activations(x_TX, matrix.q_GYZ.shape[2], matrix.zero)
 
     def add_group(sum_TY: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         qx_TZ, sx_T, qw_YZ, sw_Y = group
         isum_TY = jnp.einsum("tz,yz->ty", qx_TZ, qw_YZ.astype(jnp.float32), precision="highest")
         term_TY = isum_TY * (sw_Y[None, :] * sx_T[:, None])
-        # An exclusive-or between product and sum: they cannot become one operation.
-        return sum_TY + _floats(_bits(term_TY) ^ runtime_zero), None
+        return sum_TY + separate(term_TY, matrix.zero), None
 
-    start_TY = jnp.broadcast_to(_floats(runtime_zero), (x_TX.shape[0], matrix.q_GYZ.shape[1]))
+    start_TY = jnp.broadcast_to(jax.lax.bitcast_convert_type(matrix.zero, jnp.float32), (x_TX.shape[0], matrix.q_GYZ.shape[1]))
     groups = (q_TGZ.transpose(1, 0, 2), scales_TG.T, matrix.q_GYZ, matrix.scales_GY)
     sum_TY, _ = jax.lax.scan(add_group, start_TY, groups)
     return sum_TY
 
 
-def _divide(x: jax.Array, divisor: jax.Array, levels: jax.Array) -> jax.Array:
-    """x / divisor, each quotient rounded once.
-
-    Given a divisor that is broadcast, XLA multiplies with its reciprocal. Here every element gets a divisor of its own, whose bits
-    depend, as far as a compiler can see, on the element.
-    """
-    return x / _floats(_bits(jnp.broadcast_to(divisor, x.shape)) ^ (_bits(x) & _runtime_zero(levels)))
-
-
-def _runtime_zero(levels: jax.Array) -> jax.Array:
-    """int32 0, known at run time only."""
-    return _bits(levels) ^ jnp.int32(_LEVELS_BITS)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _floats(bits: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+def zero_of(matrix: Matrix) -> jax.Array | None:
+    """The unknown 0 where a matrix is quantised, and so the arithmetic around it has a fixed order; else None."""
+    return matrix.zero if isinstance(matrix, Quantized) else None
 
 
 def look_up_rows(table: StoredArray, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:
