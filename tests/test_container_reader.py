@@ -374,17 +374,21 @@ def test_names_are_those_of_the_shipped_checkpoints() -> None:
     assert {name: spec.shape for name, spec in model.items()} == named_shapes(config)
 
 
-def test_experts_are_adjacent_and_their_extents_are_theirs(converted: dict[str, Path]) -> None:
-    for layout in ("rows16", "row_major"):
-        container = Container.open(converted[layout])
-        for layer in container.config.moe_layers:
-            for expert in range(container.config.moe.n_experts):
-                runs = []
-                for part, entry in zip(("gate", "up", "down"), container.expert_extents(layer, expert), strict=True):
-                    assert entry.name == f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
-                    runs += [entry] if entry.scales is None else [entry, entry.scales]
-                assert len({run.path for run in runs}) == 1
-                assert all(a.offset + a.nbytes == b.offset for a, b in itertools.pairwise(runs))
+@pytest.mark.parametrize("layout", ["rows16", "row_major"])
+@pytest.mark.parametrize("shard_bytes", [1, 3 * 4096, 1 << 30])
+def test_experts_are_adjacent_and_their_extents_are_theirs(
+    tmp_path: Path, converted: dict[str, Path], layout: Any, shard_bytes: int
+) -> None:
+    convert.run_conversion(convert.plan_conversion(converted["hf"], tmp_path / "c", layout=layout, shard_bytes=shard_bytes))
+    container = Container.open(tmp_path / "c")
+    for layer in (*container.config.moe_layers, container.config.n_layers):
+        for expert in range(container.config.moe.n_experts):
+            runs = []
+            for part, entry in zip(("gate", "up", "down"), container.expert_extents(layer, expert), strict=True):
+                assert entry.name == f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+                runs += [entry] if entry.scales is None else [entry, entry.scales]
+            assert len({run.path for run in runs}) == 1
+            assert all(a.offset + a.nbytes == b.offset for a, b in itertools.pairwise(runs))
 
 
 def test_summary_adds_up(converted: dict[str, Path]) -> None:
