@@ -7,6 +7,7 @@ The tag is one JSON text per file, under "colibri_jax" in the safetensors metada
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -81,8 +82,7 @@ def infer_format(found: FoundBytes, storage: Storage, group_size: int | None) ->
     rows, cols = found.rows, found.cols
     where = f"{found.name} [{rows}, {cols}]"
     counts = (found.weight_bytes, found.scale_count)
-    known = [WeightFormat(8), WeightFormat(4), *(WeightFormat(4, size) for size in GROUP_SIZES)]
-    fitting = [f for f in known if (f.weight_bytes(rows, cols), f.scale_count(rows, cols)) == counts]
+    fitting = _fitting(rows, cols, counts)
     if not fitting:
         raise UnknownFormatError(
             _unsupported_name(rows, cols, counts) or "byte counts match no weight format",
@@ -93,7 +93,7 @@ def infer_format(found: FoundBytes, storage: Storage, group_size: int | None) ->
     int8 = [f for f in fitting if f.bits == 8]
     if int8 and (len(fitting) == 1 or storage.startswith("int8")):  # both widths fit only where cols is 1
         return int8[0]
-    fitting = [f for f in fitting if f.bits == 4]
+    fitting = tuple(f for f in fitting if f.bits == 4)
     named = [f for f in fitting if f.group_size == group_size]
     if named:
         return named[0]
@@ -105,6 +105,12 @@ def infer_format(found: FoundBytes, storage: Storage, group_size: int | None) ->
             got=", ".join(f.tag for f in fitting),
         )
     return next((f for f in fitting if f.group_size == DEFAULT_GROUP_SIZE), fitting[0])
+
+
+@functools.lru_cache(maxsize=1024)  # a large model has a hundred thousand tensors of a dozen shapes
+def _fitting(rows: int, cols: int, counts: tuple[int, int]) -> tuple[WeightFormat, ...]:
+    known = (WeightFormat(8), WeightFormat(4), *(WeightFormat(4, size) for size in GROUP_SIZES))
+    return tuple(f for f in known if (f.weight_bytes(rows, cols), f.scale_count(rows, cols)) == counts)
 
 
 def _arithmetic(fmt: WeightFormat, cols: int) -> tuple[int, int]:

@@ -198,13 +198,11 @@ def _refuse_unfinished(directory: Path) -> None:
 
 
 def _tags(files: list[FileIndex]) -> tuple[dict[str, WeightFormat], bool]:
-    tags: dict[str, WeightFormat] = {}
-    tagged = False
-    for file in files:
-        found = read_tags(file)
-        tagged = tagged or found is not None
-        tags.update(found or {})
-    return tags, tagged
+    found = {file.path: read_tags(file) for file in files}
+    untagged = [path for path, formats in found.items() if formats is None]
+    if untagged and len(untagged) < len(found):
+        raise UnknownFormatError("file without a format tag among tagged ones", where=str(untagged[0]))
+    return {name: fmt for formats in found.values() for name, fmt in (formats or {}).items()}, not untagged
 
 
 def _entry(spec: TensorSpec, stored: StoredTensor, scales: StoredTensor | None, tag: WeightFormat | None, group: int | None) -> TensorEntry:
