@@ -11,6 +11,14 @@ set(COLIBRI_SOURCES
     src/routing/position.cpp
     src/routing/select.cpp
     # io and cache
+    src/cache/expert_store.cpp
+    src/cache/geometry.cpp
+    src/cache/walk.cpp
+    src/io/faults.cpp
+    src/io/file_set.cpp
+    src/io/pread_pool.cpp
+    src/io/read_plan.cpp
+    src/io/repack.cpp
     # model
     src/model/attention.cpp
     src/model/engine.cpp
