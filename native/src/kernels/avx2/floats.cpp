@@ -101,9 +101,15 @@ void layer_norm(const float* x, const float* w, const float* b, float eps, int64
 }
 
 void softmax(float* x, int64_t n) {
-    float largest = -__builtin_inff();
-    for (int64_t i = 0; i < n; ++i) largest = x[i] > largest ? x[i] : largest;
-    const __m256 shift = _mm256_set1_ps(largest);
+    const __m256 lowest = _mm256_set1_ps(-__builtin_inff());
+    __m256 most = lowest;  // the operand order skips NaN, which exp brings back
+    for (int64_t i = 0; i < n; i += 8) {
+        const __m256 present = _mm256_castsi256_ps(lanes_below(n - i));
+        most = _mm256_max_ps(_mm256_blendv_ps(lowest, load(x + i, n - i), present), most);
+    }
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    const __m256 shift = _mm256_broadcastss_ps(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
     float sum = 0.0f;
     for (int64_t i = 0; i < n; i += 8) {
         store(x + i, n - i, exponential(_mm256_sub_ps(load(x + i, n - i), shift)));

@@ -96,9 +96,10 @@ void layer_norm(const float* x, const float* w, const float* b, float eps, int64
 }
 
 void softmax(float* x, int64_t n) {
-    float largest = -__builtin_inff();
-    for (int64_t i = 0; i < n; ++i) largest = x[i] > largest ? x[i] : largest;
-    const __m512 shift = _mm512_set1_ps(largest);
+    const __m512 lowest = _mm512_set1_ps(-__builtin_inff());
+    __m512 largest = lowest;  // the operand order skips NaN, which exp brings back
+    for (int64_t i = 0; i < n; i += 16) largest = _mm512_max_ps(_mm512_mask_loadu_ps(lowest, lanes_below(n - i), x + i), largest);
+    const __m512 shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
     for (int64_t i = 0; i < n; i += 16) store(x + i, n - i, exponential(_mm512_sub_ps(load(x + i, n - i), shift)));
     float sum = 0.0f;
     for (int64_t i = 0; i < n; ++i) sum += x[i];
