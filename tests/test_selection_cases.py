@@ -14,11 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from rich.console import Console
 
-from colibri_jax import RouterSpec, RoutingOptions, Selection, native
+from colibri_jax import RouterSpec, RoutingOptions, Selection
 
 
 def _load() -> ModuleType:
@@ -124,23 +123,20 @@ def _shifted(selection: Selection, field: str) -> Selection:
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Selection)])
 def test_one_planted_difference_is_found_and_named(field: str) -> None:
-    calls = 0
+    def faulty(cases: list[Any]) -> list[Selection]:
+        selections: list[Selection] = sc.by_native(cases)
+        selections[2] = _shifted(selections[2], field)
+        return selections
 
-    def faulty(logits: npt.NDArray[np.float32], router: RouterSpec, options: RoutingOptions) -> Selection:
-        nonlocal calls
-        calls += 1
-        selection = native.select_experts(logits, router, options)
-        return _shifted(selection, field) if calls == 3 else selection
-
-    tally = sc.compare(30, 0, {"true": native.select_experts, "faulty": faulty}, Console(file=io.StringIO()))
+    tally = sc.compare(30, 0, {"true": sc.by_native, "faulty": faulty}, Console(file=io.StringIO()))
     assert tally.unequal_fields == {field: 1}
     assert tally.first_differences == [sc.Difference(block=0, case=2, fields=[field])]
     assert any("1 cases differ" in failure for failure in tally.failures())
 
 
 def test_equal_sides_that_miscount_contradict_the_third_reading() -> None:
-    def miscounting(logits: npt.NDArray[np.float32], router: RouterSpec, options: RoutingOptions) -> Selection:
-        return _shifted(native.select_experts(logits, router, options), "union_size")
+    def miscounting(cases: list[Any]) -> list[Selection]:
+        return [_shifted(selection, "union_size") for selection in sc.by_native(cases)]
 
     tally = sc.compare(25, 0, {"one": miscounting, "other": miscounting}, Console(file=io.StringIO()))
     assert tally.differing_cases == 0

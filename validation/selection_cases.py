@@ -2,8 +2,9 @@
 
     python validation/selection_cases.py --cases 100000 [--seed 0] [--json]
 
-Cases come in blocks that share a router and options and differ in their logits; blocks come in families that share every shape,
-so that the reference compiles once a family. A block is a function of (seed, number) alone: `make_block` gives it again.
+Cases come in blocks that share a router and options and differ in their logits; blocks come in families that share every shape.
+A block is a function of (seed, number) alone: `make_block` gives it again. The reference answers in batches (`select_many`), and
+the first case of every block also alone, through `select_experts`.
 
 That the hard cases were among them is counted by a third reading of the rules, in NumPy, which shares no code with either side
 (`read_block`), and asserted: each event in at least 5 % of the cases.
@@ -12,12 +13,13 @@ That the hard cases were among them is counted by a third reading of the rules, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import click
@@ -28,16 +30,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import colibri_jax
+from colibri_jax.reference.routing import select_many
 from colibri_jax.routing_spec import Denominator, RouterSpec, RoutingOptions, Score, Selection, Vote
 
 EVENTS = ("tie at the K boundary", "tie at the budget boundary", "TOPP equality", "group tie", "emptied position", "budget acting")
 REQUIRED_SHARE = 0.05
 REQUIRED_COARSE_SHARE = 0.30
 CASES_PER_BLOCK = 25
-BLOCKS_PER_FAMILY = 40
+BLOCKS_PER_FAMILY = 4
+BLOCKS_AT_ONCE = 60
 SHOWN_DIFFERENCES = 10
 
-Select = Callable[[npt.NDArray[np.float32], RouterSpec, RoutingOptions], Selection]
+Case = tuple[npt.NDArray[np.float32], RouterSpec, RoutingOptions]
+Select = Callable[[Sequence[Case]], list[Selection]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +54,11 @@ class Block:
     options: RoutingOptions
     logits: npt.NDArray[np.float32]
     coarse: bool
+
+    @property
+    def cases(self) -> list[Case]:
+        """Arguments of `select_experts`, one tuple a case."""
+        return [(logits, self.router, self.options) for logits in self.logits]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -295,29 +305,35 @@ class Tally:
     first_differences: list[Difference] = dataclasses.field(default_factory=list)
     misread_cases: int = 0
 
-    def add_block(self, block: Block, sides: dict[str, Select]) -> None:
-        """Run the two sides on a block, compare them with each other and with the third reading, and count."""
-        started = time.perf_counter()
-        reading = read_block(block.router, block.options, block.logits)
-        self.seconds["third reading"] += time.perf_counter() - started
+    def add_blocks(self, blocks: Sequence[Block], sides: dict[str, Select]) -> None:
+        """Run the two sides on some blocks, compare them with each other and with the third reading, and count."""
+        cases = [case for block in blocks for case in block.cases]
         answers: list[list[Selection]] = []
         for name, select in sides.items():
             started = time.perf_counter()
-            answers.append([select(logits, block.router, block.options) for logits in block.logits])
+            answers.append(select(cases))
             self.seconds[name] += time.perf_counter() - started
-        for case, (first, second) in enumerate(zip(*answers, strict=True)):
-            fields = first.differences(second)
-            self.unequal_fields.update(fields)
-            self.differing_cases += bool(fields)
-            if fields and len(self.first_differences) < SHOWN_DIFFERENCES:
-                self.first_differences.append(Difference(block=block.number, case=case, fields=fields))
-            stated = (first.union_size, first.emptied_positions)
-            self.misread_cases += stated != (reading.union_size[case], reading.emptied_positions[case])
-        self.cases += len(block.logits)
-        self.coarse_cases += len(block.logits) * block.coarse
-        self.positions += len(block.logits) * block.logits.shape[1]
-        for event, found in reading.events.items():
-            self.events[event] += int(found.sum())
+        in_order = zip(*answers, strict=True)
+        for block in blocks:
+            started = time.perf_counter()
+            reading = read_block(block.router, block.options, block.logits)
+            self.seconds["third reading"] += time.perf_counter() - started
+            for case in range(len(block.logits)):
+                self._compare_case(block, case, reading, *next(in_order))
+            self.cases += len(block.logits)
+            self.coarse_cases += len(block.logits) * block.coarse
+            self.positions += len(block.logits) * block.logits.shape[1]
+            for event, found in reading.events.items():
+                self.events[event] += int(found.sum())
+
+    def _compare_case(self, block: Block, case: int, reading: Reading, first: Selection, second: Selection) -> None:
+        fields = first.differences(second)
+        self.unequal_fields.update(fields)
+        self.differing_cases += bool(fields)
+        if fields and len(self.first_differences) < SHOWN_DIFFERENCES:
+            self.first_differences.append(Difference(block=block.number, case=case, fields=fields))
+        stated = (first.union_size, first.emptied_positions)
+        self.misread_cases += stated != (reading.union_size[case], reading.emptied_positions[case])
 
     def failures(self) -> list[str]:
         """What this run must show and does not; empty when it passed."""
@@ -338,10 +354,26 @@ def compare(cases: int, seed: int, sides: dict[str, Select], console: Console) -
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("select_experts", total=cases)
-        for block in make_blocks(cases, seed):
-            tally.add_block(block, sides)
+        blocks = make_blocks(cases, seed)
+        while some := list(itertools.islice(blocks, BLOCKS_AT_ONCE)):
+            tally.add_blocks(some, sides)
             progress.update(task, completed=tally.cases)
     return tally
+
+
+def by_native(cases: Sequence[Case]) -> list[Selection]:
+    """The native side."""
+    return [colibri_jax.native.select_experts(*case) for case in cases]
+
+
+def by_reference(cases: Sequence[Case]) -> list[Selection]:
+    """The reference side: in batches; one case of every block alone too, which must not matter."""
+    selections = select_many(cases)
+    for i in range(0, len(cases), CASES_PER_BLOCK):
+        unequal = selections[i].differences(colibri_jax.reference.select_experts(*cases[i]))
+        if unequal:
+            raise AssertionError(f"the reference answers otherwise in a batch: {', '.join(unequal)}")
+    return selections
 
 
 def _print(tally: Tally, console: Console) -> None:
@@ -365,8 +397,7 @@ def _print(tally: Tally, console: Console) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def main(cases: int, seed: int, as_json: bool) -> None:
     """Compare reference and native select_experts on random cases; exit 1 unless equal and every event was frequent."""
-    sides: dict[str, Select] = {"reference": colibri_jax.reference.select_experts, "native": colibri_jax.native.select_experts}
-    tally = compare(cases, seed, sides, Console(stderr=True))
+    tally = compare(cases, seed, {"reference": by_reference, "native": by_native}, Console(stderr=True))
     failures = tally.failures()
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(tally) | {"seed": seed, "failures": failures}))
