@@ -5,12 +5,11 @@ and a difference planted in every field.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import io
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,8 @@ from rich.console import Console
 
 from colibri_jax import RouterSpec, RoutingOptions, Selection
 
-
-def _load() -> ModuleType:
-    path = Path(__file__).parents[1] / "validation" / "selection_cases.py"
-    spec = importlib.util.spec_from_file_location("selection_cases", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-sc = _load()
+sys.path.append(str(Path(__file__).parents[1] / "validation"))  # scripts, not a package
+sc = importlib.import_module("selection_cases")
 LOGIT_OF_SCORE = {0.0: -110.0, 0.5: 0.0, 1.0: 40.0}
 
 
