@@ -1,0 +1,141 @@
+"""The mass comparison must see what it claims to see: each event on a case made by hand and beside it one that just misses,
+and a difference planted in every field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import io
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from colibri_jax import RouterSpec, RoutingOptions, Selection
+
+sys.path.append(str(Path(__file__).parents[1] / "validation"))  # scripts, not a package
+sc = importlib.import_module("selection_cases")
+LOGIT_OF_SCORE = {0.0: -110.0, 0.5: 0.0, 1.0: 40.0}
+
+
+def events(scores: list[list[float]], *, bias: list[float] | None = None, options: dict[str, Any] | None = None, **router: Any) -> set[str]:
+    """Events of one case whose sigmoid scores are the given 0, 0.5 and 1."""
+    logits = np.array([[[LOGIT_OF_SCORE[p] for p in row] for row in scores]], np.float32)
+    spec = RouterSpec(score="sigmoid", bias=None if bias is None else np.array(bias, np.float32), **router)
+    reading = sc.read_block(spec, RoutingOptions(**(options or {})), logits)
+    return {event for event, found in reading.events.items() if found[0]}
+
+
+def test_tie_at_the_k_boundary() -> None:
+    tie = {"tie at the K boundary"}
+    assert events([[1.0, 0.5, 0.5]], top_k=2) == tie
+    assert events([[1.0, 0.5, 0.0]], top_k=2) == set()
+    assert events([[0.5, 0.5, 0.0]], top_k=2) == set(), "a tie above the boundary decides nothing"
+    assert events([[0.5, 0.5]], top_k=2) == set(), "nobody is left out"
+    assert events([[0.5, 0.5, 0.5]], top_k=1, bias=[0.0, 0.25, 0.0]) == set(), "the bias breaks it"
+    assert events([[0.5, 0.5, 0.0]], top_k=2, options={"expert_topk": 1}) == tie, "TOPK moves the boundary"
+    assert events([[1.0, 0.5], [0.5, 0.5]], top_k=1) == tie, "one position is enough"
+
+
+def test_rivals_outside_the_groups_do_not_tie() -> None:
+    assert events([[1.0, 1.0, 1.0, 0.5]], top_k=2, n_group=2, topk_group=1) == set()
+    assert events([[1.0, 1.0, 1.0, 0.5]], top_k=1, n_group=2, topk_group=1) == {"tie at the K boundary"}
+
+
+def test_group_tie() -> None:
+    assert events([[1.0, 0.5, 0.5, 1.0]], top_k=2, n_group=2, topk_group=1) == {"group tie"}
+    assert events([[1.0, 1.0, 0.5, 1.0]], top_k=2, n_group=2, topk_group=1) == set()
+    assert "group tie" not in events([[0.5] * 4], top_k=2, n_group=2, topk_group=2), "no group is left out"
+    assert events([[0.0, 0.0, 0.0, 0.0]], bias=[2.0**-25, 1.0, 1.0, 0.0], top_k=2, n_group=2, topk_group=1) == {"group tie"}
+
+
+def test_topp_equality() -> None:
+    equal = {"TOPP equality"}
+    four = [[0.5] * 4]
+    assert events(four, top_k=4, options={"expert_topp": 0.5}) == equal
+    assert events(four, top_k=4, options={"expert_topp": math.nextafter(0.5, 1)}) == set()
+    assert events(four, top_k=4, options={"expert_topp": 0.6}) == set()
+    assert events(four, top_k=4, options={"expert_topp": 1.0}) == set(), "1 is off"
+    assert events([[0.0] * 4], top_k=4, options={"expert_topp": 0.5}) == set(), "0 >= 0 is no equality of shares"
+
+
+def test_budget_acting_tie_and_emptied_position() -> None:
+    disjoint = [[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]]
+    assert events(disjoint, top_k=2, options={"budget": 2}) == {"budget acting", "tie at the budget boundary", "emptied position"}
+    assert events(disjoint, top_k=2, options={"budget": 3}) == {"budget acting", "tie at the budget boundary"}
+    assert events(disjoint, top_k=2, options={"budget": 4}) == set()
+    assert events(disjoint, top_k=2) == set()
+    assert events([[1.0, 0.5, 0.0]], top_k=2, options={"budget": 1}) == {"budget acting"}
+    # All weights are below half a vote, so unequal weights tie.
+    faint = {"norm_topk_prob": False, "routed_scaling_factor": 2.0**-33}
+    assert events([[1.0, 0.5, 0.0]], top_k=2, options={"budget": 1}, **faint) == {"budget acting", "tie at the budget boundary"}
+
+
+def test_votes_follow_the_option() -> None:
+    scores = [[1.0, 0.5, 0.0], [0.0, 1.0, 0.0]]
+    assert "tie at the budget boundary" in events(scores, top_k=1, options={"budget": 1})
+    assert "tie at the budget boundary" not in events(scores, top_k=1, options={"budget": 1, "vote": "all_scores"})
+
+
+def test_blocks_repeat_and_fill_the_ranges() -> None:
+    again, other = sc.make_block(3, 17), sc.make_block(4, 17)
+    assert again.logits.tobytes() == sc.make_block(3, 17).logits.tobytes()
+    assert again.logits.tobytes() != other.logits.tobytes()
+    blocks = [sc.make_block(0, number, 1) for number in range(0, 200 * sc.BLOCKS_PER_FAMILY, sc.BLOCKS_PER_FAMILY)]
+    shapes = np.array([block.logits.shape[1:] for block in blocks])
+    assert shapes.min(axis=0).tolist() == [1, 1]
+    assert shapes[:, 0].max() == 64
+    assert 200 < shapes[:, 1].max() <= 256
+    assert {block.router.score for block in blocks} == {"sigmoid", "softmax"}
+    assert {block.router.norm_topk_prob for block in blocks} == {True, False}
+    assert {block.options.denominator for block in blocks} == {"survivors", "frozen"}
+    assert {block.options.vote for block in blocks} == {"weights", "all_scores"}
+    assert sum(len(block.logits) for block in sc.make_blocks(60, 0)) == 60
+
+
+def _shifted(selection: Selection, field: str) -> Selection:
+    """The selection with the least change of one field."""
+    value = getattr(selection, field)
+    if isinstance(value, np.ndarray):
+        changed: Any = value.copy()
+        changed.view(np.int32).flat[0] += 1  # the last bit, for weights
+    else:
+        changed = math.nextafter(value, 2) if isinstance(value, float) else value + 1
+    return dataclasses.replace(selection, **{field: changed})
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Selection)])
+def test_one_planted_difference_is_found_and_named(field: str) -> None:
+    def faulty(cases: list[Any]) -> list[Selection]:
+        selections: list[Selection] = sc.by_native(cases)
+        selections[2] = _shifted(selections[2], field)
+        return selections
+
+    tally = sc.compare(30, 0, {"true": sc.by_native, "faulty": faulty}, Console(file=io.StringIO()))
+    assert tally.unequal_fields == {field: 1}
+    assert tally.first_differences == [sc.Difference(block=0, case=2, fields=[field])]
+    assert any("1 cases differ" in failure for failure in tally.failures())
+
+
+def test_equal_sides_that_miscount_contradict_the_third_reading() -> None:
+    def miscounting(cases: list[Any]) -> list[Selection]:
+        return [_shifted(selection, "union_size") for selection in sc.by_native(cases)]
+
+    tally = sc.compare(25, 0, {"one": miscounting, "other": miscounting}, Console(file=io.StringIO()))
+    assert tally.differing_cases == 0
+    assert any("25 cases contradict" in failure for failure in tally.failures())
+
+
+def test_a_rare_event_fails_the_run() -> None:
+    tally = sc.Tally(cases=100_000, coarse_cases=30_000)
+    tally.events.update(dict.fromkeys(sc.EVENTS, 5_000))
+    assert tally.failures() == []
+    tally.events["group tie"] = 4_999
+    assert tally.failures() == ["group tie: 4999 cases, 5000 required"]
+    tally.coarse_cases = 29_999
+    assert len(tally.failures()) == 2
