@@ -14,7 +14,16 @@ from colibri_jax.reference.quantized import Quantized, grouped, prepare, product
 from tests.oracles import quantized_product as oracle
 
 # rows, inputs, weight group (0: scale per row), bits
-SHAPES = [(33, 256, 64, 4), (17, 250, 64, 4), (5, 640, 16, 4), (7, 100, 48, 4), (9, 130, 0, 4), (31, 320, 0, 8), (1, 1, 64, 4), (4, 512, 256, 4)]
+SHAPES = [
+    (33, 256, 64, 4),
+    (17, 250, 64, 4),
+    (5, 640, 16, 4),
+    (7, 100, 48, 4),
+    (9, 130, 0, 4),
+    (31, 320, 0, 8),
+    (1, 1, 64, 4),
+    (4, 512, 256, 4),
+]
 
 
 def random_matrix(rng: np.random.Generator, rows: int, cols: int, group: int, bits: int) -> QuantizedMatrix:
@@ -103,10 +112,15 @@ def test_each_precision_and_storage_chooses_its_product() -> None:
     int4, int8 = quantize_int4(weights), quantize_int8(weights)
     assert isinstance(prepare(int4, storage="int4", precision="w4a8", role="r"), tuple)
     assert isinstance(prepare(int8, storage="int8", precision="w4a8", role="r"), tuple)
-    for matrix, storage, precision in ((int4, "int4", "w4a32"), (int4, "int4_dequant", "w4a8"), (int8, "int8_dequant", "w4a8"), (int8, "int8", "full")):
+    for matrix, storage, precision in (
+        (int4, "int4", "w4a32"),
+        (int4, "int4_dequant", "w4a8"),
+        (int8, "int8_dequant", "w4a8"),
+        (int8, "int8", "full"),
+    ):
         np.testing.assert_array_equal(prepare(matrix, storage=storage, precision=precision, role="r"), matrix.dequantize())
     np.testing.assert_array_equal(prepare(weights, storage="f32", precision="w4a8", role="r"), weights)
-    with pytest.raises(OptionError, match="layers.0.attn.o"):
+    with pytest.raises(OptionError, match=r"layers\.0\.attn\.o"):
         prepare(weights, storage="int4", precision="w4a8", role="layers.0.attn.o")
 
 

@@ -121,9 +121,7 @@ def mtp_logits(model: Any, params: dict[str, np.ndarray], case: int, tokens: tor
         norms[name] = glm.GlmMoeDsaRMSNorm(raw["hidden_size"], raw["rms_norm_eps"])
         norms[name].weight.data = torch.tensor(params[f"mtp.{name}"])
     embedded = norms["enorm"](model.model.embed_tokens(tokens[:, 1:]))
-    x = torch.nn.functional.linear(
-        torch.cat([embedded, norms["hnorm"](hidden[:, :-1])], dim=-1), torch.tensor(params["mtp.eh_proj"])
-    )
+    x = torch.nn.functional.linear(torch.cat([embedded, norms["hnorm"](hidden[:, :-1])], dim=-1), torch.tensor(params["mtp.eh_proj"]))
     n_rows = x.shape[1]
     positions = torch.arange(n_rows)[None]
     mask = torch.full((n_rows, n_rows), torch.finfo(torch.float32).min).triu(1)[None, None]
