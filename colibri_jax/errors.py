@@ -45,7 +45,7 @@ class FencedOptionError(OptionError):
 
 
 class NonFiniteLogitError(ColibriError):
-    """A router logit is NaN or infinite."""
+    """A logit, of a router or of the vocabulary, is NaN or infinite."""
 
 
 class NonFiniteActivationError(ColibriError):
@@ -106,6 +106,10 @@ class UnexpectedTensorError(ContainerError):
 
 class ShapeError(ContainerError):
     """A tensor has another shape, dtype or byte count than the configuration implies."""
+
+
+class NonFiniteWeightError(ContainerError):
+    """A weight or a scale is NaN or infinite."""
 
 
 class UnknownFormatError(ContainerError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Literal, get_args
 
 import numpy as np
@@ -167,6 +168,11 @@ class RoutingOptions:
         if moe_index >= len(self.budget):
             raise OptionError("one budget per MoE layer", where="budget", expected=f"more than {moe_index} values", got=len(self.budget))
         return dataclasses.replace(self, budget=self.budget[moe_index])
+
+    def effective(self, moe_index: int, scope: Scope, budget_scopes: Collection[Scope]) -> RoutingOptions:
+        """These options as one MoE layer has them in a step of this scope."""
+        options = self.for_layer(moe_index)
+        return options if scope in budget_scopes else options.without_budget()
 
     @property
     def scalar_budget(self) -> int:

@@ -1,1 +1,1 @@
-
+"""From a prompt to text: the LanguageModel protocol, sampling, the generation loop and its report."""

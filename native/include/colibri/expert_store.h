@@ -1,7 +1,8 @@
 // The experts on disk and those in memory: reads, the per-layer LRU cache, leases.
 //
 // What a step computes never depends on this class: it hands out the same bytes whether they were cached or read.
-// One thread calls walk(), resident() and the counters; reads run on the store's own threads.
+// One thread calls walk(), next() and releases leases; reads run on the store's own threads. Which experts stay in memory
+// follows from the order of those calls alone, never from when a read completes. Walks and leases end before their store.
 #pragma once
 
 #include <cstddef>
@@ -36,19 +37,23 @@ struct StoredExpert {
     StoredMatrix gate, up, down;
 };
 
+struct ReadHooks;  // io/reader.h; tests put faults in with it
+
 struct StoreOptions {
     std::vector<std::string> files;
     std::vector<std::vector<StoredExpert>> experts;  // [MoE layer][expert]; all of one shape
-    int64_t cache_experts = 1;                       // slots per layer
+    int64_t cache_experts = 1;                       // slots per layer; more than a layer has experts counts as all
     int io_threads = 2;
-    bool direct = true;  // O_DIRECT where the file system allows it
+    bool direct = true;                // O_DIRECT where the file system allows it
+    std::shared_ptr<ReadHooks> hooks;  // null outside tests
 };
 
 struct StoreCounters {
     uint64_t bytes_read = 0;    // completed reads, alignment included
     uint64_t useful_bytes = 0;  // bytes of the experts that those reads were for
-    uint64_t hits = 0;
-    uint64_t misses = 0;
+    uint64_t hits = 0;          // experts handed out that were in memory when their walk began
+    uint64_t misses = 0;        // experts handed out that were read for their walk
+    double wait_seconds = 0;    // time that next() was blocked
 };
 
 // One expert in memory, valid while the lease lives. Its slot cannot be evicted or reused before that.
@@ -60,7 +65,8 @@ class ExpertLease {
     ExpertLease& operator=(ExpertLease&&) noexcept;
     ~ExpertLease();
     int expert() const;
-    // rows16 bytes, 64-byte aligned. int4 with per-row scales appears as groups of 64, int8 as int8 (see quant.py).
+    // rows16 bytes, at any alignment: what lies as rows16 on disk is used where the read put it. int4 with per-row scales
+    // appears as groups of 64, int8 as int8 (see quant.py).
     const uint8_t* gate() const;
     const uint8_t* up() const;
     const uint8_t* down() const;
@@ -78,13 +84,15 @@ class ExpertStore {
 
     // The experts of one layer in one step, handed out in the given order, each once. Residents among them are protected
     // from eviction at once; reads of the others start at once, as far as there are buffers, and go on behind the caller.
+    // One walk lives at a time. Destroying it early waits for its reads and caches nothing that was not handed out.
     class Walk {
       public:
         struct Impl;
         explicit Walk(std::unique_ptr<Impl> impl);
         Walk(Walk&&) noexcept;
         ~Walk();
-        // Blocks until the next expert is in memory. Throws Error("ReadError") with file, offset and tensor.
+        // Blocks until the next expert is in memory. Throws Error("ReadError") with file, tensor and offset; the walk may
+        // go on with the expert after that. A caller that holds so many leases that no buffer is left gets an EngineError.
         ExpertLease next();
 
       private:
@@ -94,6 +102,7 @@ class ExpertStore {
 
     bool resident(int layer, int expert) const;
     StoreCounters counters() const;
+    double wait_seconds() const;
     std::string reader() const;         // "direct" or "buffered (<reason>)"
     int64_t slot_bytes() const;         // memory of one slot
     int64_t expert_file_bytes() const;  // bytes of one expert on disk, without alignment

@@ -1,8 +1,194 @@
-// Python's view of the cache part.
+// Python's view of the expert store: enough to test it from outside. The engine uses the C++ interface.
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../io/faults.h"
 #include "bindings.h"
+#include "colibri/error.h"
+#include "colibri/expert_store.h"
+#include "colibri/repack.h"
+
+namespace py = pybind11;
 
 namespace colibri::bindings {
+namespace {
 
-void bind_cache(pybind11::module_&) {}
+Extent extent_from(const py::object& value) {
+    if (value.is_none()) return {};
+    const auto [file, offset, nbytes, tensor] = value.cast<std::tuple<int, uint64_t, uint64_t, std::string>>();
+    return {file, offset, nbytes, tensor};
+}
+
+StoredMatrix matrix_from(const py::dict& d) {
+    StoredMatrix m;
+    m.rows = d["rows"].cast<int64_t>();
+    m.cols = d["cols"].cast<int64_t>();
+    m.bits = d["bits"].cast<int>();
+    m.group_size = d["group_size"].cast<int64_t>();
+    m.rows16 = d["rows16"].cast<bool>();
+    m.weights = extent_from(d["weights"]);
+    m.scales = extent_from(d["scales"]);
+    return m;
+}
+
+StoreOptions options_from(std::vector<std::string> files, const std::vector<std::vector<py::dict>>& experts, int64_t cache_experts,
+                          int io_threads, bool direct) {
+    StoreOptions options;
+    options.files = std::move(files);
+    for (const auto& layer : experts) {
+        auto& into = options.experts.emplace_back();
+        for (const py::dict& e : layer) into.push_back({matrix_from(e["gate"]), matrix_from(e["up"]), matrix_from(e["down"])});
+    }
+    options.cache_experts = cache_experts;
+    options.io_threads = io_threads;
+    options.direct = direct;
+    return options;
+}
+
+std::vector<ReadFault> faults_from(const std::vector<py::dict>& list) {
+    std::vector<ReadFault> faults;
+    for (const py::dict& d : list) {
+        const auto number = [&](const char* key, uint64_t otherwise) {
+            return d.contains(key) ? d[key].cast<uint64_t>() : otherwise;
+        };
+        faults.push_back({fault_kind(d["kind"].cast<std::string>()), static_cast<int>(number("file", 0)), number("offset", 0),
+                          number("bytes", 0), static_cast<int>(number("times", 1))});
+    }
+    return faults;
+}
+
+// Members of the wrappers end in reverse order: lease, walk, store.
+struct PyStore {
+    std::shared_ptr<ExpertStore> store;
+    std::vector<int64_t> sizes;  // rows16 bytes of gate, up, down
+};
+
+struct PyLease {
+    PyStore owner;
+    std::optional<ExpertLease> lease;
+
+    const ExpertLease& get() const {
+        if (!lease) throw Error("EngineError", "the lease was released");
+        return *lease;
+    }
+    py::bytes part(const uint8_t* data, size_t i) const {
+        return {reinterpret_cast<const char*>(data), static_cast<size_t>(owner.sizes[i])};
+    }
+};
+
+struct PyWalk {
+    PyStore owner;
+    std::optional<ExpertStore::Walk> walk;
+
+    ~PyWalk() { close(); }
+    PyWalk(PyStore owner, ExpertStore::Walk walk) : owner(std::move(owner)), walk(std::move(walk)) {}
+    PyWalk(PyWalk&&) = default;
+
+    void close() {
+        if (!walk) return;
+        const py::gil_scoped_release release;
+        walk.reset();
+    }
+    PyLease next() {
+        if (!walk) throw Error("EngineError", "the walk was closed");
+        const py::gil_scoped_release release;
+        return {owner, walk->next()};
+    }
+};
+
+py::dict counters_of(const PyStore& self) {
+    const StoreCounters c = self.store->counters();
+    py::dict d;
+    d["bytes_read"] = c.bytes_read;
+    d["useful_bytes"] = c.useful_bytes;
+    d["hits"] = c.hits;
+    d["misses"] = c.misses;
+    d["wait_seconds"] = c.wait_seconds;
+    return d;
+}
+
+py::bytes repack(const py::buffer& weights, const py::buffer& scales, int64_t rows, int64_t cols, int bits, int64_t group_size) {
+    StoredMatrix m;
+    m.rows = rows;
+    m.cols = cols;
+    m.bits = bits;
+    m.group_size = group_size;
+    m.rows16 = false;
+    const py::buffer_info w = weights.request(), s = scales.request();
+    const auto check = [](const char* name, const py::buffer_info& info, int64_t expected) {
+        const int64_t got = info.size * info.itemsize;
+        if (info.ndim != 1 || (info.size && info.strides[0] != info.itemsize) || got != expected)
+            throw Error("ShapeError", "row-major tensor", name, std::to_string(expected) + " bytes in a row", std::to_string(got));
+    };
+    check("weights", w, stored_weight_bytes(m));
+    check("scales", s, stored_scale_bytes(m));
+    std::string out(static_cast<size_t>(rows16_bytes(m)), '\0');
+    repack_rows16(m, static_cast<const uint8_t*>(w.ptr), static_cast<const uint8_t*>(s.ptr),
+                  reinterpret_cast<uint8_t*>(out.data()));
+    return py::bytes(out);
+}
+
+}  // namespace
+
+void bind_cache(py::module_& module) {
+    py::class_<PyLease>(module, "ExpertLease", "An expert in memory; its slot is not reused before release().")
+        .def_property_readonly("expert", [](const PyLease& self) { return self.get().expert(); })
+        .def(
+            "gate", [](const PyLease& self) { return self.part(self.get().gate(), 0); }, "Copy of the rows16 bytes.")
+        .def(
+            "up", [](const PyLease& self) { return self.part(self.get().up(), 1); }, "Copy of the rows16 bytes.")
+        .def(
+            "down", [](const PyLease& self) { return self.part(self.get().down(), 2); }, "Copy of the rows16 bytes.")
+        .def("release", [](PyLease& self) { self.lease.reset(); }, "Gives the slot back; harmless twice.");
+
+    py::class_<PyWalk>(module, "ExpertWalk", "Experts of one layer, handed out in order.")
+        .def("next", &PyWalk::next, "The next expert as a lease; blocks until it is in memory.")
+        .def("close", &PyWalk::close, "Ends the walk, also in its midst; harmless twice.");
+
+    const auto memory_bytes = [](std::vector<std::string> files, const std::vector<std::vector<py::dict>>& experts,
+                                 int64_t cache_experts, int io_threads) {
+        return ExpertStore::memory_bytes(options_from(std::move(files), experts, cache_experts, io_threads, true));
+    };
+    py::class_<PyStore>(module, "ExpertStore", "Experts on disk and their cache. Tests only.")
+        .def(py::init([](std::vector<std::string> files, const std::vector<std::vector<py::dict>>& experts, int64_t cache_experts,
+                         int io_threads, bool direct, const std::vector<py::dict>& faults, bool reverse_completions) {
+                 StoreOptions options = options_from(std::move(files), experts, cache_experts, io_threads, direct);
+                 if (!faults.empty() || reverse_completions)
+                     options.hooks = std::make_shared<FaultyReads>(faults_from(faults), reverse_completions);
+                 PyStore self;
+                 if (!options.experts.empty() && !options.experts[0].empty()) {
+                     const StoredExpert& e = options.experts[0][0];
+                     self.sizes = {rows16_bytes(e.gate), rows16_bytes(e.up), rows16_bytes(e.down)};
+                 }
+                 self.store = std::make_shared<ExpertStore>(std::move(options));
+                 return self;
+             }),
+             py::arg("files"), py::arg("experts"), py::kw_only(), py::arg("cache_experts") = 1, py::arg("io_threads") = 2,
+             py::arg("direct") = true, py::arg("faults") = std::vector<py::dict>{}, py::arg("reverse_completions") = false)
+        .def(
+            "walk",
+            [](const PyStore& self, int layer, const std::vector<int32_t>& ids) {
+                return PyWalk(self, self.store->walk(layer, ids));
+            },
+            py::arg("layer"), py::arg("experts"))
+        .def("resident", [](const PyStore& self, int layer, int expert) { return self.store->resident(layer, expert); })
+        .def("counters", &counters_of)
+        .def("wait_seconds", [](const PyStore& self) { return self.store->wait_seconds(); })
+        .def_property_readonly("reader", [](const PyStore& self) { return self.store->reader(); })
+        .def_property_readonly("slot_bytes", [](const PyStore& self) { return self.store->slot_bytes(); })
+        .def_property_readonly("expert_file_bytes", [](const PyStore& self) { return self.store->expert_file_bytes(); })
+        .def_static("memory_bytes", memory_bytes, py::arg("files"), py::arg("experts"), py::kw_only(), py::arg("cache_experts"),
+                    py::arg("io_threads"));
+
+    module.def("repack_rows16", &repack, py::arg("weights"), py::arg("scales"), py::kw_only(), py::arg("rows"), py::arg("cols"),
+               py::arg("bits"), py::arg("group_size"),
+               "rows16 bytes of a row-major matrix: quant.pack(quant.interleavable(matrix), 'rows16').");
+}
 
 }  // namespace colibri::bindings

@@ -1,8 +1,250 @@
-// Python's view of the engine part.
+// Python's view of the engine: dictionaries in, arrays out, the GIL released while a step runs.
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+
 #include "bindings.h"
+#include "colibri/engine.h"
+#include "colibri/error.h"
+#include "colibri/kernels.h"
+
+namespace py = pybind11;
 
 namespace colibri::bindings {
 
-void bind_engine(pybind11::module_&) {}
+namespace {
+
+template <typename T>
+T get(const py::dict& d, const char* key) {
+    return d[key].cast<T>();
+}
+
+Extent extent_from(const py::object& object) {
+    if (object.is_none()) return {};
+    const auto t = object.cast<py::tuple>();
+    return {t[0].cast<int>(), t[1].cast<uint64_t>(), t[2].cast<uint64_t>(), t[3].cast<std::string>()};
+}
+
+// (rows, cols, bits, group size, rows16, weights, scales or None); an extent is (file, offset, bytes, name).
+StoredMatrix matrix_from(const py::handle& object) {
+    const auto t = object.cast<py::tuple>();
+    return {t[0].cast<int64_t>(), t[1].cast<int64_t>(),    t[2].cast<int>(),       t[3].cast<int64_t>(),
+            t[4].cast<bool>(),    extent_from(t[5]), extent_from(t[6])};
+}
+
+IndexerSpec indexer_from(const py::dict& d) {
+    IndexerSpec spec;
+    spec.heads = get<int64_t>(d, "heads");
+    spec.dim = get<int64_t>(d, "dim");
+    spec.topk = get<int64_t>(d, "topk");
+    spec.eps = get<float>(d, "eps");
+    spec.full = get<std::vector<bool>>(d, "full");
+    return spec;
+}
+
+RouterSpec router_from(const py::dict& d) {
+    RouterSpec spec;
+    spec.score = get<std::string>(d, "score") == "sigmoid" ? Score::sigmoid : Score::softmax;
+    spec.top_k = get<int>(d, "top_k");
+    spec.n_group = get<int>(d, "n_group");
+    spec.topk_group = get<int>(d, "topk_group");
+    spec.norm_topk_prob = get<bool>(d, "norm_topk_prob");
+    spec.routed_scaling_factor = get<double>(d, "routed_scaling_factor");
+    return spec;
+}
+
+ModelSpec model_from(const py::dict& d) {
+    ModelSpec m;
+    m.vocab = get<int64_t>(d, "vocab");
+    m.width = get<int64_t>(d, "width");
+    m.layers = get<int64_t>(d, "layers");
+    m.dense_hidden = get<int64_t>(d, "dense_hidden");
+    m.sparse = get<std::vector<bool>>(d, "sparse");
+    m.heads = get<int64_t>(d, "heads");
+    m.q_rank = get<int64_t>(d, "q_rank");
+    m.kv_rank = get<int64_t>(d, "kv_rank");
+    m.nope = get<int64_t>(d, "nope");
+    m.rope = get<int64_t>(d, "rope");
+    m.value = get<int64_t>(d, "value");
+    m.rope_theta = get<double>(d, "rope_theta");
+    m.rms_eps = get<float>(d, "rms_eps");
+    m.latent_eps = get<float>(d, "latent_eps");
+    if (!d["indexer"].is_none()) m.indexer = indexer_from(d["indexer"]);
+    m.experts = get<int64_t>(d, "experts");
+    m.expert_hidden = get<int64_t>(d, "expert_hidden");
+    m.shared_hidden = get<int64_t>(d, "shared_hidden");
+    m.router = router_from(d["router"]);
+    m.tied = get<bool>(d, "tied");
+    for (const auto& [role, stored] : d["tensors"].cast<py::dict>()) m.tensors[role.cast<std::string>()] = matrix_from(stored);
+    return m;
+}
+
+EngineOptions options_from(const py::dict& d) {
+    EngineOptions o;
+    o.store.files = get<std::vector<std::string>>(d, "files");
+    for (const py::handle layer : d["experts"].cast<py::list>()) {
+        o.store.experts.emplace_back();
+        for (const py::handle expert : layer.cast<py::list>()) {
+            const auto parts = expert.cast<py::tuple>();
+            o.store.experts.back().push_back({matrix_from(parts[0]), matrix_from(parts[1]), matrix_from(parts[2])});
+        }
+    }
+    o.store.cache_experts = get<int64_t>(d, "cache_experts");
+    o.store.io_threads = get<int>(d, "io_threads");
+    o.store.direct = get<bool>(d, "direct");
+    o.context = get<int64_t>(d, "context");
+    o.threads = get<int>(d, "threads");
+    o.isa = get<std::string>(d, "isa");
+    o.quantised_activations = get<bool>(d, "quantised_activations");
+    o.max_step = get<int64_t>(d, "max_step");
+    o.routing.expert_topk = get<int>(d, "expert_topk");
+    o.routing.expert_topp = get<double>(d, "expert_topp");
+    o.routing.denominator = get<std::string>(d, "denominator") == "frozen" ? Denominator::frozen : Denominator::survivors;
+    o.routing.vote = get<std::string>(d, "vote") == "all_scores" ? Vote::all_scores : Vote::weights;
+    o.routing.floor = get<int>(d, "floor");
+    o.routing.coverage = get<double>(d, "coverage");
+    o.budgets = get<std::vector<int64_t>>(d, "budgets");
+    return o;
+}
+
+template <typename T>
+py::array_t<T> copy_array(const std::vector<T>& values, std::vector<py::ssize_t> shape) {
+    py::array_t<T> array(std::move(shape));
+    std::copy(values.begin(), values.end(), array.mutable_data());
+    return array;
+}
+
+py::dict selection_dict(const Selection& s) {
+    py::dict d;
+    d["ids"] = copy_array(s.ids, {s.positions, s.top_k});
+    d["weights"] = copy_array(s.weights, {s.positions, s.top_k});
+    d["kept"] = copy_array(s.kept, {static_cast<py::ssize_t>(s.kept.size())});
+    d["union_size"] = s.union_size;
+    d["dropped"] = s.dropped;
+    d["dropped_slots"] = s.dropped_slots;
+    d["emptied_positions"] = s.emptied_positions;
+    d["mass_kept"] = s.mass_kept;
+    return d;
+}
+
+py::dict report_dict(const StepReport& r) {
+    py::dict d;
+    d["wall_seconds"] = r.wall_seconds;
+    const char* names[kPhases] = {"disk_wait_seconds", "experts_seconds", "attention_seconds", "head_seconds", "other_seconds"};
+    for (int i = 0; i < kPhases; ++i) d[names[i]] = r.phase_seconds[i];
+    d["bytes_read"] = r.store.bytes_read;
+    d["useful_bytes"] = r.store.useful_bytes;
+    d["cache_hits"] = r.store.hits;
+    d["cache_misses"] = r.store.misses;
+    d["avoided_read_bytes_estimate"] = r.avoided_read_bytes_estimate;
+    return d;
+}
+
+py::dict plan_dict(const MemoryPlan& p) {
+    py::dict d;
+    d["dense_bytes"] = p.dense_bytes;
+    d["kv_cache_bytes"] = p.kv_cache_bytes;
+    d["store_bytes"] = p.store_bytes;
+    d["step_bytes_per_position"] = p.step_bytes_per_position;
+    d["fixed_bytes"] = p.fixed_bytes;
+    return d;
+}
+
+// An Engine and the shape facts that its arrays need.
+class PyEngine {
+  public:
+    PyEngine(const py::dict& model, const py::dict& options) {
+        ModelSpec spec = model_from(model);
+        vocab_ = spec.vocab;
+        width_ = spec.width;
+        experts_ = spec.experts;
+        cache_width_ = spec.kv_rank + spec.rope;
+        index_dim_ = spec.indexer.dim;
+        EngineOptions engine_options = options_from(options);
+        const py::gil_scoped_release release;
+        engine_ = std::make_unique<Engine>(std::move(spec), std::move(engine_options));
+    }
+
+    py::array_t<float> forward(const py::array_t<int32_t, py::array::c_style>& tokens, bool budget_acts, bool last_only) {
+        const std::span<const int32_t> view(tokens.data(), static_cast<size_t>(tokens.size()));
+        const py::ssize_t rows = last_only ? 1 : tokens.size();
+        py::array_t<float> logits({rows, static_cast<py::ssize_t>(vocab_)});
+        float* out = logits.mutable_data();
+        bool finished = false;
+        {
+            const py::gil_scoped_release release;
+            finished = engine_->forward(view, budget_acts, last_only, out, [] {
+                const py::gil_scoped_acquire acquire;
+                return PyErr_CheckSignals() != 0;
+            });
+        }
+        if (!finished) throw py::error_already_set();
+        return logits;
+    }
+
+    py::list selections() const {
+        py::list list;
+        for (const Selection& s : engine_->selections()) list.append(selection_dict(s));
+        return list;
+    }
+
+    py::dict trace() const {
+        const Trace& t = engine_->trace();
+        py::list hidden, router_logits;
+        for (const auto& h : t.hidden) hidden.append(copy_array(h, {static_cast<py::ssize_t>(h.size()) / width_, width_}));
+        for (const auto& z : t.router_logits)
+            router_logits.append(copy_array(z, {static_cast<py::ssize_t>(z.size()) / experts_, experts_}));
+        py::list inputs;
+        for (const TracedInput& input : t.inputs) {
+            const py::ssize_t rows = static_cast<py::ssize_t>(input.rows.size());
+            inputs.append(py::make_tuple(input.layer, input.what, copy_array(input.rows, {rows}), copy_array(input.values, {rows, input.cols})));
+        }
+        py::dict d;
+        d["inputs"] = inputs;
+        d["hidden"] = hidden;
+        d["router_logits"] = router_logits;
+        d["attended"] = t.attended;
+        return d;
+    }
+
+    py::array_t<float> kv_cache(int64_t layer) const { return copy_array(engine_->kv_cache(layer), {engine_->position(), cache_width_}); }
+
+    py::object index_keys(int64_t layer) const {
+        const std::vector<float> keys = engine_->index_keys(layer);
+        if (keys.empty()) return py::none();
+        return copy_array(keys, {engine_->position(), index_dim_});
+    }
+
+    Engine& engine() { return *engine_; }
+
+  private:
+    py::ssize_t vocab_ = 0, width_ = 0, experts_ = 0, cache_width_ = 0, index_dim_ = 0;
+    std::unique_ptr<Engine> engine_;
+};
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+    module.def(
+        "memory_plan",
+        [](const py::dict& model, const py::dict& options) { return plan_dict(Engine::memory_plan(model_from(model), options_from(options))); },
+        "Bytes that an engine of these descriptions takes, by part.");
+    py::class_<PyEngine>(module, "Engine")
+        .def(py::init<const py::dict&, const py::dict&>())
+        .def("forward", &PyEngine::forward, py::arg("tokens"), py::arg("budget_acts"), py::arg("last_only"))
+        .def("rewind", [](PyEngine& self, int64_t n) { self.engine().rewind(n); })
+        .def_property_readonly("position", [](PyEngine& self) { return self.engine().position(); })
+        .def_property_readonly("selections", &PyEngine::selections)
+        .def_property_readonly("report", [](PyEngine& self) { return report_dict(self.engine().report()); })
+        .def("set_trace", [](PyEngine& self, bool on) { self.engine().set_trace(on); })
+        .def_property_readonly("trace", &PyEngine::trace)
+        .def("kv_cache", &PyEngine::kv_cache)
+        .def("index_keys", &PyEngine::index_keys)
+        .def_property_readonly("isa", [](PyEngine& self) { return self.engine().isa(); })
+        .def_property_readonly("reader", [](PyEngine& self) { return self.engine().store() ? self.engine().store()->reader() : ""; })
+        .def_property_readonly("expert_bytes",
+                               [](PyEngine& self) { return self.engine().store() ? self.engine().store()->expert_file_bytes() : 0; });
+}
 
 }  // namespace colibri::bindings

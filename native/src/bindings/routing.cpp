@@ -1,8 +1,94 @@
-// Python's view of the routing part.
+// Python's view of the routing part: names become enums, vectors become arrays, the GIL is released in between.
+#include "colibri/routing.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+
 #include "bindings.h"
+#include "colibri/error.h"
+
+namespace py = pybind11;
 
 namespace colibri::bindings {
+namespace {
 
-void bind_routing(pybind11::module_&) {}
+using FloatArray = py::array_t<float, py::array::c_style>;
+
+template <typename Enum, size_t N>
+Enum named(const char* field, const std::string& name, const std::pair<const char*, Enum> (&known)[N]) {
+    std::string names;
+    for (const auto& [candidate, value] : known) {
+        if (name == candidate) return value;
+        names += (names.empty() ? "" : ", ") + std::string(candidate);
+    }
+    throw Error("OptionError", std::string("unknown ") + field, field, names, name);
+}
+
+template <typename T>
+py::array_t<T> to_array(const std::vector<T>& values, std::vector<py::ssize_t> shape) {
+    return py::array_t<T>(std::move(shape), values.data());
+}
+
+template <typename T>
+py::array_t<T> to_array(const std::vector<T>& values) {
+    return to_array(values, {static_cast<py::ssize_t>(values.size())});
+}
+
+py::dict select(const FloatArray& logits, const std::string& score, int top_k, const std::optional<FloatArray>& bias, int n_group,
+                int topk_group, bool norm_topk_prob, double routed_scaling_factor, int expert_topk, double expert_topp,
+                int64_t budget, const std::string& policy, const std::string& denominator, const std::string& vote) {
+    RouterSpec router;
+    router.score = named<Score>("score", score, {{"sigmoid", Score::sigmoid}, {"softmax", Score::softmax}});
+    router.top_k = top_k;
+    if (bias) router.bias.assign(bias->data(), bias->data() + bias->size());
+    router.n_group = n_group;
+    router.topk_group = topk_group;
+    router.norm_topk_prob = norm_topk_prob;
+    router.routed_scaling_factor = routed_scaling_factor;
+    RoutingOptions options;
+    options.expert_topk = expert_topk;
+    options.expert_topp = expert_topp;
+    options.budget = budget;
+    options.policy = named<Policy>("policy", policy, {{"aggregate", Policy::aggregate}});
+    options.denominator =
+        named<Denominator>("denominator", denominator, {{"survivors", Denominator::survivors}, {"frozen", Denominator::frozen}});
+    options.vote = named<Vote>("vote", vote, {{"weights", Vote::weights}, {"all_scores", Vote::all_scores}});
+
+    const py::ssize_t positions = logits.shape(0);
+    const py::ssize_t experts = logits.shape(1);
+    const std::span<const float> values(logits.data(), static_cast<size_t>(logits.size()));
+    Selection selection;
+    {
+        const py::gil_scoped_release released;
+        selection = select_experts(values, positions, experts, router, options);
+    }
+    py::dict result;
+    result["ids"] = to_array(selection.ids, {positions, top_k});
+    result["weights"] = to_array(selection.weights, {positions, top_k});
+    result["kept"] = to_array(selection.kept);
+    result["removed"] = to_array(selection.removed);
+    result["union_size"] = selection.union_size;
+    result["dropped"] = selection.dropped;
+    result["dropped_slots"] = selection.dropped_slots;
+    result["emptied_positions"] = selection.emptied_positions;
+    result["mass_kept"] = selection.mass_kept;
+    return result;
+}
+
+}  // namespace
+
+void bind_routing(py::module_& module) {
+    module.def(
+        "select_experts", &select, py::arg("logits").noconvert(), py::kw_only(), py::arg("score"), py::arg("top_k"),
+        py::arg("bias").noconvert(), py::arg("n_group"), py::arg("topk_group"), py::arg("norm_topk_prob"),
+        py::arg("routed_scaling_factor"), py::arg("expert_topk"), py::arg("expert_topp"), py::arg("budget"), py::arg("policy"),
+        py::arg("denominator"), py::arg("vote"),
+        "Selection's fields and `removed` (ascending ids that the budget took from the union) as a dict. logits: float32 [S, E], "
+        "C-contiguous; the arguments are the validated fields of RouterSpec and RoutingOptions.");
+}
 
 }  // namespace colibri::bindings

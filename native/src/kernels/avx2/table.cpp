@@ -1,1 +1,26 @@
-// Kernel table for avx2.
+// Kernel table of avx2.
+#define COLIBRI_ISA avx2
+#include "../parts.h"
+
+namespace colibri::avx2 {
+
+const Kernels table = {
+    .name = "avx2",
+    .quantize = quantize,
+    .matmul_int4 = matmul_int4,
+    .matmul_int8 = matmul_int8,
+    .dequantize_int4_block = dequantize_int4_block,
+    .dequantize_int8_block = dequantize_int8_block,
+    .dequantize_int4_row = dequantize_int4_row,
+    .dequantize_int8_row = dequantize_int8_row,
+    .dot = dot,
+    .dot_f64 = dot_f64,
+    .dot_columns = dot_columns,
+    .axpy = axpy,
+    .rms_norm = rms_norm,
+    .layer_norm = layer_norm,
+    .softmax = softmax,
+    .silu_mul = silu_mul,
+};
+
+}  // namespace colibri::avx2

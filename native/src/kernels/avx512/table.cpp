@@ -1,1 +1,26 @@
-// Kernel table for avx512.
+// Kernel table of avx512vnni.
+#define COLIBRI_ISA avx512
+#include "../parts.h"
+
+namespace colibri::avx512 {
+
+const Kernels table = {
+    .name = "avx512vnni",
+    .quantize = quantize,
+    .matmul_int4 = matmul_int4,
+    .matmul_int8 = matmul_int8,
+    .dequantize_int4_block = dequantize_int4_block,
+    .dequantize_int8_block = dequantize_int8_block,
+    .dequantize_int4_row = dequantize_int4_row,
+    .dequantize_int8_row = dequantize_int8_row,
+    .dot = dot,
+    .dot_f64 = dot_f64,
+    .dot_columns = dot_columns,
+    .axpy = axpy,
+    .rms_norm = rms_norm,
+    .layer_norm = layer_norm,
+    .softmax = softmax,
+    .silu_mul = silu_mul,
+};
+
+}  // namespace colibri::avx512

@@ -1,0 +1,50 @@
+"""`colibri-jax convert`: a Hugging Face checkpoint becomes an int4 container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from colibri_jax.cli.options import BYTES_PER_GB
+
+# The command's names for layouts: "colibri" is what other engines open, the container's word for it says how rows lie.
+LAYOUTS = {"rows16": "rows16", "colibri": "row_major"}
+
+
+@click.command()
+@click.argument("source", metavar="HF_DIR", type=click.Path(path_type=Path))
+@click.argument("target", metavar="OUT_DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--layout",
+    type=click.Choice(list(LAYOUTS)),
+    default="rows16",
+    show_default=True,
+    help="rows16: 16 rows interleaved, fastest here. colibri: row-major, opens in colibri too.",
+)
+@click.option("--group-size", type=click.IntRange(min=1), default=64, show_default=True, help="Weights that share one scale.")
+@click.option("--shard-gb", type=click.FloatRange(min=0, min_open=True), help="Largest file, in 10^9 bytes.")
+def convert(source: Path, target: Path, layout: str, group_size: int, shard_gb: float | None) -> None:
+    """Quantise the checkpoint in HF_DIR and write a container to OUT_DIR.
+
+    One tensor is in memory at a time. An interrupted conversion goes on where it stopped when the same command is given
+    again; a finished container is never overwritten.
+    """
+    from colibri_jax.container.convert import plan_conversion, run_conversion
+
+    limits: dict[str, Any] = {} if shard_gb is None else {"shard_bytes": round(shard_gb * BYTES_PER_GB)}
+    plan = plan_conversion(source, target, layout=LAYOUTS[layout], group_size=group_size, **limits)
+    for line in plan.lines():
+        click.echo(line)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("converting", total=None)
+
+        def show(done_bytes: int, total_bytes: int, name: str) -> None:
+            progress.update(task, completed=done_bytes, total=total_bytes, description=name)
+
+        run_conversion(plan, show)
+    click.echo(f"done: {target}")

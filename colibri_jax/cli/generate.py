@@ -1,0 +1,228 @@
+"""`colibri-jax generate`: from a prompt to streamed text, with the statistics of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+import colibri_jax
+from colibri_jax.cli import EXIT_INTERRUPTED
+from colibri_jax.cli.options import (
+    describe_options,
+    effective_options,
+    engine_options,
+    load_arguments,
+    model_argument,
+    model_directory,
+    routing_from,
+    routing_options,
+)
+from colibri_jax.config import ModelConfig
+from colibri_jax.errors import ConfigError, MissingFileError, OptionError
+from colibri_jax.generate.loop import DEFAULT_PREFILL_CHUNK, GenerateOptions, check_prompt
+from colibri_jax.generate.loop import generate as run_loop
+from colibri_jax.generate.notes import budget_is_on, budget_notes
+from colibri_jax.generate.protocol import LanguageModel
+from colibri_jax.generate.report import OptionValue, RunReport
+from colibri_jax.generate.sampling import SamplingOptions
+from colibri_jax.routing_spec import RoutingOptions, Scope
+from colibri_jax.stats import Stats
+from colibri_jax.tokenizer import ChatTokenizer
+
+EPILOG = """\b
+What an expert budget does
+  Every position of a step picks its own experts; --budget N lets a layer use at
+  most N distinct ones in that step, so that less is read from disk. The experts
+  with the largest summed weight stay, the others are dropped from every position
+  that picked them. A decode step has one position, so N below the model's top-k
+  cuts it. It is off unless asked for.
+\b
+What it can do to a position
+  A cut changes the answer. What is left of a position is weighted up to full
+  scale again where the model normalises (--denominator survivors). Where many
+  positions share a step, policy "aggregate" can take all experts of one: that
+  position is emptied and gets its shared experts only. Emptied positions are
+  counted. In scope prefill the cut also marks the KV cache, so everything that
+  follows, and --prefill-chunk becomes part of the result.
+  Experimental: quality not measured, for every policy that there is so far.
+\b
+Environment
+  SNAP, PROMPT, NGEN, EXPERT_BUDGET, TOPK, TOPP, CAP and RAM_GB are defaults for
+  MODEL_DIR and the flags; a flag wins. MTP may be 0; drafting is not built in.
+"""
+
+
+@click.command(epilog=EPILOG)
+@model_argument
+@click.option("--prompt", envvar="PROMPT", show_envvar=True, help="What the model is asked.")
+@click.option("--system", help="System message before the prompt.")
+@click.option("--raw", is_flag=True, help="No chat template: the model's prefix, then the prompt as a text to continue.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=64, envvar="NGEN", show_envvar=True, show_default=True, help="Longest answer."
+)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option(
+    "--top-p", type=float, default=1.0, show_default=True, help="Draw from the most probable tokens that hold this share; 1 is off."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Key of every draw.")
+@routing_options
+@click.option(
+    "--prefill-chunk",
+    type=click.IntRange(min=1),
+    default=DEFAULT_PREFILL_CHUNK,
+    show_default=True,
+    help="Most prompt tokens in one step.",
+)
+@click.option(
+    "--backend", type=click.Choice(["native", "reference"]), default="native", show_default=True, help="Which implementation runs."
+)
+@engine_options
+@click.option("--mtp", type=int, default=0, envvar="MTP", hidden=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with everything instead of the text.")
+@click.pass_context
+def generate(ctx: click.Context, **_: Any) -> None:
+    """Write an answer to a prompt with the model in MODEL_DIR (default: SNAP, else the model that ships).
+
+    Text goes to stdout as it comes; effective options, notes and statistics go to stderr. Ctrl-C ends the answer and
+    still prints its statistics.
+    """
+    options = effective_options(ctx)
+    value = {name: option.value for name, option in options.items()}
+    if value["mtp"] != 0:
+        raise OptionError("drafting with the MTP block is not built in yet", where="MTP", expected="0, or not set", got=value["mtp"])
+    routing, scopes = routing_from(options)
+    sampling = SamplingOptions(temperature=value["temperature"], top_p=value["top_p"], seed=value["seed"])
+    directory = model_directory(value["model_dir"])
+    options["model_dir"] = dataclasses.replace(options["model_dir"], value=str(directory))
+    config = _read_config(directory)
+    tokenizer = ChatTokenizer.from_directory(directory)
+    prompt_ids = _encode(tokenizer, value)
+    check_prompt(prompt_ids, vocab_size=config.vocab_size, free_positions=config.max_positions)
+    run = GenerateOptions(
+        max_new_tokens=value["max_new_tokens"], prefill_chunk=value["prefill_chunk"], sampling=sampling, stop_ids=tokenizer.stop_ids
+    )
+    notes = _notes(config, routing, scopes, options, largest_prefill_step=min(run.prefill_chunk, len(prompt_ids)))
+    shown = {name: option for name, option in options.items() if name not in ("prompt", "system", "mtp", "as_json")}
+    click.echo(describe_options(shown), err=True)
+    for note in notes:
+        click.echo(note, err=True)
+
+    # The KV cache holds what this run can reach, not the model's whole context.
+    context = min(config.max_positions, len(prompt_ids) + run.max_new_tokens)
+    lm = colibri_jax.load(directory, routing=routing, budget_scopes=scopes, context_positions=context, **load_arguments(options))
+    click.echo(_describe_engine(lm.stats), err=True)
+    report = _run(lm, tokenizer, prompt_ids, run, options=options, notes=notes, stream=not value["as_json"])
+    _print_report(report, as_json=value["as_json"])
+    if report.generation.stop_reason == "interrupted":
+        ctx.exit(EXIT_INTERRUPTED)
+
+
+def _run(
+    lm: LanguageModel,
+    tokenizer: ChatTokenizer,
+    prompt_ids: list[int],
+    run: GenerateOptions,
+    *,
+    options: Mapping[str, OptionValue],
+    notes: tuple[str, ...],
+    stream: bool,
+) -> RunReport:
+    decoder = tokenizer.stream()
+    pieces: list[str] = []
+
+    def emit(piece: str) -> None:
+        pieces.append(piece)
+        if stream and piece:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+    generation = run_loop(lm, prompt_ids, run, on_token=lambda token: emit(decoder.push(token)))
+    emit(decoder.flush())
+    if stream:
+        click.echo()
+    return RunReport(
+        generation=generation,
+        text="".join(pieces),
+        stats=lm.stats,
+        routing=lm.routing,
+        budget_scopes=lm.budget_scopes,
+        options=options,
+        notes=notes,
+    )
+
+
+def _print_report(report: RunReport, *, as_json: bool) -> None:
+    console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    console.print(report.table())
+    console.print(f"{len(report.generation.tokens)} new tokens; ended by {report.generation.stop_reason.replace('_', ' ')}", markup=False)
+    line = report.budget_line()
+    if line is not None:
+        click.echo(line, err=True)
+    if as_json:
+        click.echo(json.dumps(report.to_json(), ensure_ascii=False))
+
+
+def _notes(
+    config: ModelConfig, routing: RoutingOptions, scopes: frozenset[Scope], options: Mapping[str, OptionValue], *, largest_prefill_step: int
+) -> tuple[str, ...]:
+    notes = list(budget_notes(config, routing, scopes, largest_prefill_step=largest_prefill_step))
+    if not budget_is_on(routing):
+        for name in ("budget_scope", "policy", "denominator", "vote"):
+            if options[name].source == "flag":
+                notes.append(f"no effect: --{name.replace('_', '-')} without --budget")
+    elif "prefill" in scopes:
+        notes.append(
+            f"the budget acts on prefill: steps of {options['prefill_chunk'].value} positions (--prefill-chunk) are part of the result"
+        )
+    if options["temperature"].value == 0.0:
+        for name in ("top_p", "seed"):
+            if options[name].source == "flag":
+                notes.append(f"no effect: --{name.replace('_', '-')} without --temperature (greedy)")
+    return tuple(notes)
+
+
+def _encode(tokenizer: ChatTokenizer, value: Mapping[str, Any]) -> list[int]:
+    prompt, system = value["prompt"], value["system"]
+    if not prompt:
+        raise OptionError("nothing to answer", where="--prompt or PROMPT", expected="a text", got="nothing")
+    if value["raw"]:
+        if system is not None:
+            raise OptionError("a raw prompt has no roles", where="--system", expected="not together with --raw", got="both")
+        return tokenizer.encode_raw(prompt)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return tokenizer.encode_chat([*messages, {"role": "user", "content": prompt}])
+
+
+def _read_config(directory: Path) -> ModelConfig:
+    """The model's description, before anything of its weights is touched."""
+    file = directory / "config.json"
+    if not file.is_file():
+        raise MissingFileError("the directory holds no model", where=str(directory), expected="config.json", got="no such file")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError("not JSON", where=str(file), got=error) from error
+    if not isinstance(raw, dict):
+        raise ConfigError("wrong type", where=str(file), expected="a JSON object", got=type(raw).__name__)
+    return ModelConfig.from_hf(raw)
+
+
+def _describe_engine(stats: Stats) -> str:
+    """What the model effectively runs with, as it says itself after loading."""
+    parts = [f"backend={stats.backend}", f"precision={stats.precision}"]
+    for name, value in (("isa", stats.isa), ("reader", stats.reader), ("threads", stats.threads)):
+        if value:
+            parts.append(f"{name}={value}")
+    if stats.cache_experts_per_layer:
+        parts.append(f"cache={stats.cache_experts_per_layer} experts per layer of {stats.expert_bytes / 1e6:.3g} MB")
+    for name, n_bytes in (("dense", stats.dense_bytes), ("kv", stats.kv_cache_bytes), ("ram", stats.ram_bytes)):
+        if n_bytes:
+            parts.append(f"{name}={n_bytes / 1e6:.4g} MB")
+    return "running: " + "  ".join(parts)

@@ -1,0 +1,242 @@
+"""Options that commands share, the one place where the environment is read, and what they become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import click
+from click.core import ParameterSource
+
+from colibri_jax.errors import MissingFileError, OptionError
+from colibri_jax.generate.report import OptionValue
+from colibri_jax.routing_spec import POLICIES, SCOPES, Denominator, RoutingOptions, Scope, Vote
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+BYTES_PER_GB = 1e9
+
+# A checkout or an installation that ships no model has no such directory; the error then says what to give.
+SHIPPED_MODEL = Path(__file__).parent.parent / "models" / "tiny-glm-moe-dsa"
+
+
+class BudgetType(click.ParamType):
+    """A count of experts, or "off"."""
+
+    name = "N|off"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """0 for "off", else the count."""
+        text = str(value).strip().lower()
+        if text == "off":
+            return 0
+        if not (text.isascii() and text.isdigit()):
+            self.fail(f"{value!r} is neither a count of experts nor 'off'", param, ctx)
+        return int(text)
+
+
+def _apply(decorators: Iterable[Callable[[Command], Command]], command: Command) -> Command:
+    for decorator in reversed(list(decorators)):
+        command = decorator(command)
+    return command
+
+
+def model_argument(command: Command) -> Command:
+    """MODEL_DIR: the argument, else SNAP, else the model that ships."""
+    return click.argument("model_dir", required=False, envvar="SNAP", type=click.Path(path_type=Path))(command)
+
+
+def routing_options(command: Command) -> Command:
+    """The budget and the two per-position cuts."""
+    return _apply(
+        [
+            click.option(
+                "--budget",
+                type=BudgetType(),
+                default="off",
+                envvar="EXPERT_BUDGET",
+                show_envvar=True,
+                show_default=True,
+                help="Most distinct experts a layer may use in one step.",
+            ),
+            click.option(
+                "--budget-scope",
+                "budget_scope",
+                type=click.Choice([*SCOPES, "all"]),
+                multiple=True,
+                default=("decode",),
+                show_default=True,
+                help="Kind of step that the budget applies to; repeatable.",
+            ),
+            click.option("--policy", type=click.Choice(POLICIES), default="aggregate", show_default=True, help="Which experts it keeps."),
+            click.option(
+                "--denominator",
+                type=click.Choice(get_args(Denominator)),
+                default="survivors",
+                show_default=True,
+                help="What a cut position's scores are divided by, where the model normalises: the sum of what is left, or of before.",
+            ),
+            click.option(
+                "--vote",
+                type=click.Choice(get_args(Vote)),
+                default="weights",
+                show_default=True,
+                help="What experts are ranked by: the weights they got, or the scores of all experts.",
+            ),
+            click.option(
+                "--expert-topk",
+                type=click.IntRange(min=0),
+                default=0,
+                envvar="TOPK",
+                show_envvar=True,
+                help="At most this many experts per position, in every scope; 0 is off.",
+            ),
+            click.option(
+                "--expert-topp",
+                type=float,
+                default=0.0,
+                envvar="TOPP",
+                show_envvar=True,
+                help="Per position the fewest experts that hold this share of its score, in every scope; 0 and 1 are off.",
+            ),
+        ],
+        command,
+    )
+
+
+def engine_options(command: Command) -> Command:
+    """How the model is loaded and run; nothing here but --backend and --precision may change a bit of the output."""
+    return _apply(
+        [
+            click.option(
+                "--cache-experts",
+                type=click.IntRange(min=1),
+                envvar="CAP",
+                show_envvar=True,
+                help="Experts kept in memory per layer. Not together with --ram-gb.",
+            ),
+            click.option(
+                "--ram-gb",
+                type=click.FloatRange(min=0, min_open=True),
+                envvar="RAM_GB",
+                show_envvar=True,
+                help="Memory the process may use, in 10^9 bytes; the cache takes what the dense weights leave.",
+            ),
+            click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine; its own choice if not given."),
+            click.option("--io", type=click.Choice(["direct", "buffered"]), help="Read experts past the page cache, or through it."),
+            click.option("--isa", help="Instruction set of the kernels; the best of this CPU if not given."),
+            click.option(
+                "--precision",
+                type=click.Choice(["full", "w4a8", "w4a32"]),
+                help="Arithmetic: int4 weights with int8 or float32 activations, or (reference, unconverted checkpoint) as stored.",
+            ),
+            click.option(
+                "--group-size", type=click.IntRange(min=1), help="Quantisation group of an untagged container that allows several readings."
+            ),
+        ],
+        command,
+    )
+
+
+def model_directory(given: Path | None) -> Path:
+    """The directory to load.
+
+    Raises:
+        MissingFileError: it does not exist.
+    """
+    if given is None:
+        if not SHIPPED_MODEL.is_dir():
+            raise MissingFileError(
+                "no model given, and none ships with this installation", where="MODEL_DIR", expected="a directory, or SNAP", got="nothing"
+            )
+        return SHIPPED_MODEL
+    if not given.is_dir():
+        raise MissingFileError(
+            "no such model directory", where=str(given), expected="a directory", got="a file" if given.exists() else "nothing"
+        )
+    return given
+
+
+def effective_options(ctx: click.Context) -> dict[str, OptionValue]:
+    """Every option of a command, with where its value came from.
+
+    Raises:
+        OptionError: both cache sizes were given in the same way; a flag sets the other one's environment variable aside.
+    """
+    found: dict[str, OptionValue] = {}
+    for param in ctx.command.params:
+        name = param.name
+        if name is None or name not in ctx.params:
+            continue
+        source = ctx.get_parameter_source(name)
+        if source is ParameterSource.ENVIRONMENT:
+            where = str(param.envvar)
+        else:
+            where = "flag" if source is ParameterSource.COMMANDLINE else "default"
+        found[name] = OptionValue(ctx.params[name], where)
+    _one_cache_size(found)
+    return found
+
+
+def _one_cache_size(options: dict[str, OptionValue]) -> None:
+    pair = [name for name in ("cache_experts", "ram_gb") if name in options and options[name].value is not None]
+    if len(pair) < 2:
+        return
+    flags = [name for name in pair if options[name].source == "flag"]
+    if len(flags) != 1:
+        sources = ["--" + n.replace("_", "-") if options[n].source == "flag" else options[n].source for n in pair]
+        raise OptionError("two sizes for one cache", where=" and ".join(sources), expected="one of them", got="both")
+    other = next(name for name in pair if name not in flags)
+    options[other] = OptionValue(None, f"{options[other].source} set aside by --{flags[0].replace('_', '-')}")
+
+
+def routing_from(options: Mapping[str, OptionValue]) -> tuple[RoutingOptions, frozenset[Scope]]:
+    """Routing options and the scopes of the budget.
+
+    Raises:
+        OptionError: a value is outside its domain.
+    """
+    value = {name: option.value for name, option in options.items()}
+    chosen: set[Scope] = set()
+    for scope in value["budget_scope"]:
+        chosen.update(SCOPES if scope == "all" else (scope,))
+    routing = RoutingOptions(
+        expert_topk=value["expert_topk"],
+        expert_topp=value["expert_topp"],
+        budget=value["budget"],
+        policy=value["policy"],
+        denominator=value["denominator"],
+        vote=value["vote"],
+    )
+    return routing, frozenset(chosen)
+
+
+def load_arguments(options: Mapping[str, OptionValue]) -> dict[str, Any]:
+    """Keyword arguments of `colibri_jax.load` for what was asked for; the rest keeps the loader's own defaults."""
+    value = {name: option.value for name, option in options.items()}
+    arguments = {name: value.get(name) for name in ("backend", "precision", "threads", "io", "isa", "group_size", "cache_experts")}
+    if value.get("ram_gb") is not None:
+        arguments["ram_bytes"] = round(value["ram_gb"] * BYTES_PER_GB)
+    return {name: argument for name, argument in arguments.items() if argument is not None}
+
+
+def describe_options(options: Mapping[str, OptionValue]) -> str:
+    """One line of effective values; those from the environment say so. What was left open is left out."""
+    parts = []
+    for name, option in options.items():
+        from_environment = option.source not in ("flag", "default")
+        if option.value is None and not from_environment:
+            continue
+        text = f"{name.replace('_', '-')}={show_value(name, option.value)}"
+        parts.append(f"{text} ({option.source})" if from_environment else text)
+    return "  ".join(parts)
+
+
+def show_value(name: str, value: Any) -> str:
+    """An option's value as one would write it on the command line."""
+    if value is None or (value == 0 and name in ("budget", "expert_topk", "expert_topp")):
+        return "off"
+    if isinstance(value, tuple):
+        return ",".join(str(v) for v in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,250 @@
+"""From a container and load options to the dictionaries that the native engine is built from, and the memory plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, Literal
+
+from colibri_jax import _native
+from colibri_jax.config import INDEXER_NORM_EPS, LATENT_NORM_EPS, ModelConfig
+from colibri_jax.container.reader import Container, TensorEntry
+from colibri_jax.errors import MemoryBudgetError, OptionError
+from colibri_jax.routing_spec import RoutingOptions
+from colibri_jax.tensors import expert_roles, tensor_specs
+
+# Without an explicit context, room for this many positions; a longer one is asked for by name.
+DEFAULT_CONTEXT_POSITIONS = 4096
+# A bound that leaves no room for a step of this many positions is refused; steps beyond the bound's room are errors.
+LEAST_STEP_POSITIONS = 64
+# Share of the memory that is free at load which an engine without a stated bound takes.
+DEFAULT_MEMORY_SHARE = 0.7
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How to run a container.
+
+    Attributes:
+        precision: "w4a8" quantises activations (as shipped); "w4a32" keeps them float32 (for comparison, slow).
+        context_positions: positions of the KV cache; None takes the model's maximum, at most 4096.
+        cache_experts: experts kept in memory per MoE layer; excludes `ram_bytes`.
+        ram_bytes: bound on everything the engine allocates; the cache takes what is left. With neither, 70 % of
+            the memory that is free at load.
+        threads: compute threads; None takes all processors of this process.
+        io_threads: reads in flight.
+        io: "direct" bypasses the page cache where the file system allows it, "buffered" goes through it.
+        isa: instruction set of the kernels; "" takes the best of this processor.
+
+    Raises:
+        OptionError: a field is outside its domain, or both sizes are given.
+    """
+
+    precision: Literal["w4a8", "w4a32"] = "w4a8"
+    context_positions: int | None = None
+    cache_experts: int | None = None
+    ram_bytes: int | None = None
+    threads: int | None = None
+    io_threads: int = 2
+    io: Literal["direct", "buffered"] = "direct"
+    isa: str = ""
+
+    def __post_init__(self) -> None:
+        if self.precision not in ("w4a8", "w4a32"):
+            raise OptionError("unknown precision of the native engine", where="precision", expected="w4a8 or w4a32", got=self.precision)
+        if self.cache_experts is not None and self.ram_bytes is not None:
+            raise OptionError(
+                "two sizes for one cache",
+                where="cache_experts, ram_bytes",
+                expected="one of them",
+                got=(self.cache_experts, self.ram_bytes),
+            )
+        for field in ("context_positions", "cache_experts", "ram_bytes", "threads", "io_threads"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise OptionError("not positive", where=field, expected="1 or more", got=value)
+        if self.io not in ("direct", "buffered"):
+            raise OptionError("unknown reader", where="io", expected="direct or buffered", got=self.io)
+
+    def resolved_threads(self) -> int:
+        """Compute threads after defaults."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+    def resolved_context(self, config: ModelConfig) -> int:
+        """Cache positions after defaults.
+
+        Raises:
+            OptionError: more than can be computed.
+        """
+        most = config.max_positions
+        if self.context_positions is None:
+            return min(most, DEFAULT_CONTEXT_POSITIONS)
+        if self.context_positions > most:
+            raise OptionError(
+                "context longer than can be computed", where="context_positions", expected=f"<= {most}", got=self.context_positions
+            )
+        return self.context_positions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """Everything the native engine is built from, and the sizes that came out."""
+
+    model: dict[str, Any]
+    options: dict[str, Any]
+    cache_experts: int
+    dense_bytes: int
+    kv_cache_bytes: int
+    ram_bytes: int
+
+
+def plan_engine(container: Container, options: EngineOptions, routing: RoutingOptions) -> EnginePlan:
+    """Describe the engine for a container and fit its cache into the memory bound.
+
+    Raises:
+        MemoryBudgetError: the bound cannot hold dense weights, KV cache, working memory and one slot per MoE layer.
+        OptionError: options and model do not fit each other.
+    """
+    config = container.runnable_config
+    files = sorted({entry.path for entry in container.entries.values()})
+    index = {path: number for number, path in enumerate(files)}
+    model = _model_dict(config, {role: _matrix(container.entries[role], index) for role in _dense_roles(config)})
+    experts = [
+        [tuple(_matrix(container.entries[role], index) for role in expert_roles(layer, e)) for e in range(config.moe.n_experts)]
+        for layer in config.moe_layers
+    ]
+    described = _options_dict(config, options, routing, [str(path) for path in files], experts)
+    return _fit(config, options, model, described)
+
+
+def _fit(config: ModelConfig, options: EngineOptions, model: dict[str, Any], described: dict[str, Any]) -> EnginePlan:
+    def plan(cache_experts: int) -> dict[str, int]:
+        sizes: dict[str, int] = _native.memory_plan(model, {**described, "cache_experts": cache_experts})
+        return sizes
+
+    def total(sizes: dict[str, int]) -> int:
+        return sizes["dense_bytes"] + sizes["kv_cache_bytes"] + sizes["store_bytes"] + sizes["fixed_bytes"]
+
+    most = config.moe.n_experts if config.moe_layers else 1
+    one = plan(1)
+    if options.cache_experts is not None:
+        cap, ram_bytes = min(options.cache_experts, most), 0
+    else:
+        ram_bytes = options.ram_bytes or int(DEFAULT_MEMORY_SHARE * free_memory_bytes())
+        least_step = min(LEAST_STEP_POSITIONS, described["context"]) * one["step_bytes_per_position"]
+        needed = total(one) + least_step
+        if needed > ram_bytes:
+            raise MemoryBudgetError(
+                "the memory bound is too small",
+                where="ram_bytes",
+                expected=f">= {needed} (dense weights {one['dense_bytes']}, KV cache {one['kv_cache_bytes']}, one expert slot per "
+                f"layer and staging {one['store_bytes']}, working memory {one['fixed_bytes'] + least_step})",
+                got=ram_bytes,
+            )
+        per_slot = total(plan(2)) - total(one)
+        cap = min(most, 1 + (ram_bytes - needed) // per_slot) if per_slot else most
+    sizes = plan(cap)
+    max_step = (ram_bytes - total(sizes)) // sizes["step_bytes_per_position"] if options.ram_bytes else 0
+    return EnginePlan(
+        model=model,
+        options={**described, "cache_experts": cap, "max_step": max_step},
+        cache_experts=cap,
+        dense_bytes=sizes["dense_bytes"],
+        kv_cache_bytes=sizes["kv_cache_bytes"],
+        ram_bytes=ram_bytes,
+    )
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be had without swapping, as the kernel estimates it."""
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise MemoryBudgetError(
+        "the kernel does not say how much memory is free", where="/proc/meminfo", expected="MemAvailable", got="nothing"
+    )
+
+
+def _dense_roles(config: ModelConfig) -> list[str]:
+    mtp = f"layers.{config.n_layers}."
+    return [s.role for s in tensor_specs(config) if ".experts." not in s.role and not s.role.startswith(("mtp.", mtp))]
+
+
+def _matrix(entry: TensorEntry, index: dict[Any, int]) -> tuple[Any, ...]:
+    rows, cols = entry.shape if len(entry.shape) == 2 else (1, entry.shape[0])
+    scales = entry.scales
+    return (
+        rows,
+        cols,
+        entry.format.bits,
+        entry.format.group_size,
+        entry.format.layout == "rows16",
+        (index[entry.path], entry.offset, entry.nbytes, entry.name),
+        None if scales is None else (index[scales.path], scales.offset, scales.nbytes, scales.name),
+    )
+
+
+def _model_dict(config: ModelConfig, tensors: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    mla, indexer, router = config.attention, config.indexer, config.moe.router
+    return {
+        "vocab": config.vocab_size,
+        "width": config.hidden_size,
+        "layers": config.n_layers,
+        "dense_hidden": config.dense_hidden,
+        "sparse": list(config.sparse),
+        "heads": mla.n_heads,
+        "q_rank": mla.q_lora_rank,
+        "kv_rank": mla.kv_lora_rank,
+        "nope": mla.nope_dim,
+        "rope": mla.rope_dim,
+        "value": mla.value_dim,
+        "rope_theta": mla.rope_theta,
+        "rms_eps": config.rms_eps,
+        "latent_eps": LATENT_NORM_EPS,
+        "indexer": None
+        if indexer is None
+        else {
+            "heads": indexer.n_heads,
+            "dim": indexer.head_dim,
+            "topk": indexer.topk,
+            "eps": INDEXER_NORM_EPS,
+            "full": [kind == "full" for kind in indexer.kinds],
+        },
+        "experts": config.moe.n_experts,
+        "expert_hidden": config.moe.expert_hidden,
+        "shared_hidden": config.moe.shared_hidden,
+        "router": {
+            "score": router.score,
+            "top_k": router.top_k,
+            "n_group": router.n_group,
+            "topk_group": router.topk_group,
+            "norm_topk_prob": router.norm_topk_prob,
+            "routed_scaling_factor": router.routed_scaling_factor,
+        },
+        "tied": config.tie_embeddings,
+        "tensors": tensors,
+    }
+
+
+def _options_dict(
+    config: ModelConfig, options: EngineOptions, routing: RoutingOptions, files: list[str], experts: list[list[tuple[Any, ...]]]
+) -> dict[str, Any]:
+    return {
+        "files": files,
+        "experts": experts,
+        "io_threads": options.io_threads,
+        "direct": options.io == "direct",
+        "context": options.resolved_context(config),
+        "threads": options.resolved_threads(),
+        "isa": options.isa,
+        "quantised_activations": options.precision == "w4a8",
+        "max_step": 0,
+        "expert_topk": routing.expert_topk,
+        "expert_topp": routing.expert_topp,
+        "denominator": routing.denominator,
+        "vote": routing.vote,
+        "floor": routing.floor,
+        "coverage": routing.coverage,
+        "budgets": [routing.for_layer(i).scalar_budget for i in range(len(config.moe_layers))],
+    }

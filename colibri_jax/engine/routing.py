@@ -1,0 +1,51 @@
+"""The native engine's routing and budget, seen from Python: checks arguments, calls the extension, names the results."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from colibri_jax._native import select_experts as _select_natively
+from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Selection, check_logits
+
+
+def select_experts(
+    logits_SE: npt.ArrayLike, router: RouterSpec, options: RoutingOptions, resident: npt.ArrayLike | None = None
+) -> Selection:
+    """The experts and gate weights of one layer in one step, computed natively. A pure function of logits and options.
+
+    Args:
+        logits_SE: float32 [S, E] router logits of the step's positions.
+        router: the model's router.
+        options: TOPK, TOPP and the budget of this layer (a scalar; see `RoutingOptions.for_layer`).
+        resident: ids that the cache holds. No policy that this version has looks at it.
+
+    Returns:
+        The Selection, equal in every field to that of `colibri_jax.reference.select_experts`.
+
+    Raises:
+        ShapeError: logits or bias of another dtype or shape.
+        ConfigError: the router does not fit E.
+        OptionError: the budget is a list.
+        NonFiniteLogitError: a logit is NaN or infinite; names the first such position and expert.
+    """
+    logits = np.require(check_logits(logits_SE, router), requirements=("C", "A"))
+    fields = _select_natively(
+        logits,
+        score=router.score,
+        top_k=router.top_k,
+        bias=router.bias,
+        n_group=router.n_group,
+        topk_group=router.topk_group,
+        norm_topk_prob=router.norm_topk_prob,
+        routed_scaling_factor=router.routed_scaling_factor,
+        # Larger counts mean the same as these bounds and would not fit a C++ integer.
+        expert_topk=min(options.expert_topk, router.top_k),
+        expert_topp=options.expert_topp,
+        budget=min(options.scalar_budget, logits.shape[1]),
+        policy=options.policy,
+        denominator=options.denominator,
+        vote=options.vote,
+    )
+    del fields["removed"]  # the engine's, for its estimate of avoided reads
+    return Selection(**fields)

@@ -1,0 +1,148 @@
+"""The native engine as a LanguageModel: argument checks, statistics and selections around one native call per step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from colibri_jax import _native
+from colibri_jax.config import ModelConfig
+from colibri_jax.container.reader import Container
+from colibri_jax.engine.options import EngineOptions, plan_engine
+from colibri_jax.errors import OptionError, TokenError
+from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope, Selection
+from colibri_jax.stats import ScopeStats, Stats
+
+
+class NativeModel:
+    """A container run by the native engine; see `generate.protocol.LanguageModel` for the methods.
+
+    Args:
+        container: what to run; its dense weights are read now, its experts on demand.
+        options: sizes, threads, reader and kernels.
+        routing: TOPK and TOPP in every scope, the budget in `budget_scopes`.
+        budget_scopes: scopes in which the budget acts.
+
+    Raises:
+        MemoryBudgetError: the bound cannot hold what has to be in memory.
+        ReadError: a tensor could not be read.
+    """
+
+    def __init__(
+        self,
+        container: Container,
+        options: EngineOptions | None = None,
+        *,
+        routing: RoutingOptions | None = None,
+        budget_scopes: Iterable[Scope] = ("decode",),
+    ) -> None:
+        self._config = container.runnable_config
+        self._options = options or EngineOptions()
+        self._routing = routing or RoutingOptions()
+        self._budget_scopes = frozenset(budget_scopes)
+        plan = plan_engine(container, self._options, self._routing)
+        self._context_positions: int = plan.options["context"]
+        self._engine = _native.Engine(plan.model, plan.options)
+        self._selections: tuple[Selection, ...] = ()
+        self._stats = Stats(
+            backend="native",
+            precision=self._options.precision,
+            isa=self._engine.isa,
+            reader=self._engine.reader,
+            threads=plan.options["threads"],
+            cache_experts_per_layer=plan.cache_experts,
+            expert_bytes=self._engine.expert_bytes,
+            dense_bytes=plan.dense_bytes,
+            kv_cache_bytes=plan.kv_cache_bytes,
+            ram_bytes=plan.ram_bytes,
+        )
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    @property
+    def routing(self) -> RoutingOptions:
+        return self._routing
+
+    @property
+    def budget_scopes(self) -> frozenset[Scope]:
+        return self._budget_scopes
+
+    @property
+    def context_positions(self) -> int:
+        return self._context_positions
+
+    @property
+    def position(self) -> int:
+        position: int = self._engine.position
+        return position
+
+    @property
+    def selections(self) -> tuple[Selection, ...]:
+        return self._selections
+
+    @property
+    def stats(self) -> Stats:
+        return self._stats
+
+    def forward(
+        self, tokens: Sequence[int] | npt.NDArray[np.integer], *, scope: Scope, logits: Literal["all", "last"] = "all"
+    ) -> npt.NDArray[np.float32]:
+        if scope not in SCOPES:
+            raise OptionError("unknown scope", where="scope", expected=", ".join(SCOPES), got=scope)
+        if logits not in ("all", "last"):
+            raise OptionError("unknown choice of logits", where="logits", expected="all or last", got=logits)
+        scores: npt.NDArray[np.float32] = self._engine.forward(_token_array(tokens), scope in self._budget_scopes, logits == "last")
+        self._selections = tuple(Selection(**fields) for fields in self._engine.selections)
+        step = ScopeStats(steps=1, positions=len(tokens), **self._engine.report).with_selections(self._selections)
+        scopes = {**self._stats.scopes, scope: self._stats.scopes[scope].plus(step)}
+        self._stats = dataclasses.replace(self._stats, scopes=scopes)
+        return scores
+
+    def rewind(self, n: int) -> None:
+        self._engine.rewind(n)
+
+    def reset(self) -> None:
+        self._engine.rewind(self._engine.position)
+
+    def set_trace(self, on: bool) -> None:
+        """Keep every layer's input, router logits and attended positions of the following steps."""
+        self._engine.set_trace(on)
+
+    @property
+    def trace(self) -> dict[str, Any]:
+        """What the last traced step kept.
+
+        Keys: "hidden" (float32 [T, D] per layer, then the input of the final norm), "router_logits" (float32 [T, E] per
+        MoE layer), "attended" (per layer and row, ascending positions; empty where the row attended to all), "inputs" (of
+        every quantiser in order: layer, name, int32 [n] rows, float32 [n, X] values).
+        """
+        trace: dict[str, Any] = self._engine.trace
+        return trace
+
+    def kv_cache(self, layer: int) -> npt.NDArray[np.float32]:
+        """float32 [position, kv_lora_rank + rope_dim]: latents, then rotated keys."""
+        cache: npt.NDArray[np.float32] = self._engine.kv_cache(layer)
+        return cache
+
+    def index_keys(self, layer: int) -> npt.NDArray[np.float32] | None:
+        """float32 [position, index_head_dim], or None where the layer shares another's choice."""
+        keys: npt.NDArray[np.float32] | None = self._engine.index_keys(layer)
+        return keys
+
+
+def _token_array(tokens: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise TokenError(
+            "tokens of a step", where="tokens", expected="a flat sequence of integers", got=f"{array.dtype} {list(array.shape)}"
+        )
+    limits = np.iinfo(np.int32)
+    if array.size and (array.max() > limits.max or array.min() < limits.min):
+        raise TokenError("token outside the vocabulary", where="tokens", expected="32-bit ids", got=int(np.abs(array).max()))
+    return np.ascontiguousarray(array, np.int32)

@@ -1,0 +1,70 @@
+"""What a user must be told about an expert budget: that it is experimental, and where it cannot act."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from colibri_jax.config import ModelConfig
+from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope
+
+# Policies whose quality has been measured and recorded beside their speed. A policy outside is experimental.
+POLICIES_WITH_QUALITY_ROW: frozenset[str] = frozenset()
+
+
+def budget_values(routing: RoutingOptions) -> tuple[int, ...]:
+    """The budget as a tuple: one value, or one per MoE layer."""
+    return routing.budget if isinstance(routing.budget, tuple) else (routing.budget,)
+
+
+def budget_is_on(routing: RoutingOptions) -> bool:
+    """Whether any layer has a budget."""
+    return any(n > 0 for n in budget_values(routing))
+
+
+def budget_notes(config: ModelConfig, routing: RoutingOptions, scopes: Iterable[Scope], *, largest_prefill_step: int) -> tuple[str, ...]:
+    """Lines to print when a budget is used; none when it is off.
+
+    Args:
+        config: the model that it is used on.
+        routing: options with the budget.
+        scopes: scopes that it applies to.
+        largest_prefill_step: positions of the longest prefill step, min(prefill chunk, prompt).
+    """
+    if not budget_is_on(routing):
+        return ()
+    lines = []
+    if routing.policy not in POLICIES_WITH_QUALITY_ROW:
+        lines.append(f"experimental: quality not measured (policy {routing.policy})")
+    wanted = set(scopes)
+    for scope in SCOPES:
+        if scope in wanted:
+            note = no_effect(config, routing, scope, rows=largest_prefill_step if scope == "prefill" else 1)
+            if note is not None:
+                lines.append(note)
+    return tuple(lines)
+
+
+def no_effect(config: ModelConfig, routing: RoutingOptions, scope: Scope, *, rows: int) -> str | None:
+    """Why the budget cannot drop anything in a scope whose steps have at most `rows` positions; None when it can.
+
+    A step of S positions uses at most min(S * K', E) distinct experts, K' being the experts a position keeps under TOPK.
+    """
+    if scope == "verify":
+        return "no effect: nothing is drafted, so no step has scope verify"
+    if not config.moe_layers:
+        return f"no effect: the model has no MoE layer (scope {scope})"
+    top_k = config.moe.router.top_k
+    name, per_position = "top-k", top_k
+    if 0 < routing.expert_topk < top_k:
+        name, per_position = "expert-topk", routing.expert_topk
+    reach = min(rows * per_position, config.moe.n_experts)
+    budgets = [n for n in budget_values(routing) if n > 0]
+    if not budgets or min(budgets) < reach:
+        return None
+    if rows == 1:
+        what = f"{name} {per_position}"
+    elif reach == config.moe.n_experts:
+        what = f"all {reach} experts"
+    else:
+        what = f"{reach} = {rows} positions × {name} {per_position}"
+    return f"no effect: {min(budgets)} ≥ {what} in scope {scope}"

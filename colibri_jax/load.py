@@ -1,0 +1,177 @@
+"""`load`: one door to both implementations, from a container or a Hugging Face directory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from colibri_jax.container.reader import Container
+from colibri_jax.container.source import SourceCheckpoint
+from colibri_jax.errors import MissingFileError, OptionError
+from colibri_jax.quant import Float32Array, QuantizedMatrix, quantize_int4, quantize_int8
+from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope
+from colibri_jax.tensors import TensorSpec, tensor_specs
+
+if TYPE_CHECKING:
+    from colibri_jax.engine.session import NativeModel
+    from colibri_jax.reference.model import ReferenceModel
+
+Backend = Literal["native", "reference"]
+Precision = Literal["full", "w4a8", "w4a32"]
+
+
+def load(
+    path: str | Path,
+    backend: Backend = "native",
+    precision: Precision | None = None,
+    *,
+    routing: RoutingOptions | None = None,
+    budget_scopes: Iterable[Scope] = ("decode",),
+    context_positions: int | None = None,
+    cache_experts: int | None = None,
+    ram_bytes: int | None = None,
+    threads: int | None = None,
+    io: Literal["direct", "buffered"] = "direct",
+    isa: str = "",
+    group_size: int | None = None,
+) -> NativeModel | ReferenceModel:
+    """Open a model.
+
+    Args:
+        path: a container, or (reference only) a Hugging Face checkpoint directory.
+        backend: "native" executes from disk; "reference" computes in JAX with everything in memory.
+        precision: "full" (reference; default for a Hugging Face directory), "w4a8" (default for a container) or "w4a32".
+        routing: TOPK and TOPP act in every scope, the budget in `budget_scopes`.
+        budget_scopes: any of "prefill", "decode", "verify".
+        context_positions: positions of the KV cache.
+        cache_experts, ram_bytes: size of the native expert cache, per MoE layer or by a bound on all memory; not both.
+        threads, io, isa: how the native engine runs; they change no bit of its output.
+        group_size: of an untagged int4 container whose byte counts fit several.
+
+    Returns:
+        A `generate.protocol.LanguageModel`.
+
+    Raises:
+        OptionError: options contradict each other, the backend or the model.
+        ContainerError: the directory is not a usable container or checkpoint.
+        MemoryBudgetError: the bound is too small.
+    """
+    scopes = frozenset(budget_scopes)
+    for scope in scopes - frozenset(SCOPES):
+        raise OptionError("unknown scope", where="budget_scopes", expected=", ".join(SCOPES), got=scope)
+    routing = routing or RoutingOptions()
+    source = Path(path)
+    native_only = {"cache_experts": cache_experts, "ram_bytes": ram_bytes, "threads": threads, "isa": isa or None}
+    if backend == "native":
+        if not is_container(source):
+            raise OptionError(
+                "the native engine runs containers",
+                where=str(source),
+                expected="a converted directory (colibri-jax convert)",
+                got="a checkpoint",
+            )
+        return _load_native(
+            Container.open(source, group_size=group_size),
+            precision or "w4a8",
+            routing,
+            scopes,
+            {"context_positions": context_positions, "io": io, **{k: v for k, v in native_only.items() if v is not None}},
+        )
+    if backend != "reference":
+        raise OptionError("unknown backend", where="backend", expected="native or reference", got=backend)
+    for name, value in native_only.items():
+        if value is not None:
+            raise OptionError("an option of the native engine", where=name, expected="backend='native'", got="backend='reference'")
+    return _load_reference(source, precision, routing, scopes, context_positions, group_size)
+
+
+def is_container(path: Path) -> bool:
+    """Whether a directory holds a container (shards named `out-…`) rather than a checkpoint.
+
+    Raises:
+        MissingFileError: there is no such directory.
+    """
+    if not path.is_dir():
+        raise MissingFileError("no such directory", where=str(path))
+    return any(path.glob("out-*.safetensors*"))
+
+
+def _load_native(
+    container: Container, precision: Precision, routing: RoutingOptions, scopes: frozenset[Scope], options: Mapping[str, object]
+) -> NativeModel:
+    from colibri_jax.engine.options import EngineOptions
+    from colibri_jax.engine.session import NativeModel
+
+    if precision == "full":
+        raise OptionError("the native engine computes with quantised weights", where="precision", expected="w4a8 or w4a32", got=precision)
+    _check_budgets(routing, len(container.config.moe_layers))
+    return NativeModel(container, dataclasses.replace(EngineOptions(precision=precision), **options), routing=routing, budget_scopes=scopes)
+
+
+def _load_reference(
+    source: Path,
+    precision: Precision | None,
+    routing: RoutingOptions,
+    scopes: frozenset[Scope],
+    context_positions: int | None,
+    group_size: int | None,
+) -> ReferenceModel:
+    from colibri_jax.reference.model import ReferenceModel
+
+    params: Mapping[str, Float32Array | QuantizedMatrix]
+    if is_container(source):
+        container = Container.open(source, group_size=group_size)
+        config, params = container.runnable_config, _Lazy(container, list(container.entries))
+        precision = precision or "w4a8"
+    else:
+        checkpoint = SourceCheckpoint.open(source)
+        config, precision = checkpoint.config, precision or "full"
+        specs = {spec.role: spec for spec in tensor_specs(config)}
+        params = _Lazy(checkpoint if precision == "full" else _Quantising(checkpoint, specs), list(specs))
+    _check_budgets(routing, len(config.moe_layers))
+    return ReferenceModel(config, params, precision=precision, routing=routing, budget_scopes=scopes, context_positions=context_positions)
+
+
+def quantize_role(spec: TensorSpec, values: Float32Array) -> Float32Array | QuantizedMatrix:
+    """A tensor in the storage that its role has in a container of ours."""
+    if spec.storage == "f32":
+        return values
+    return quantize_int4(values) if spec.storage.startswith("int4") else quantize_int8(values)
+
+
+class _Quantising:
+    """A checkpoint read as if it had been converted."""
+
+    def __init__(self, checkpoint: SourceCheckpoint, specs: dict[str, TensorSpec]) -> None:
+        self._checkpoint, self._specs = checkpoint, specs
+
+    def read(self, role: str) -> Float32Array | QuantizedMatrix:
+        return quantize_role(self._specs[role], self._checkpoint.read(role))
+
+
+class _Lazy(Mapping[str, Float32Array | QuantizedMatrix]):
+    """Tensors by role, read when asked for, so that the reference holds each only in the form that it needs."""
+
+    def __init__(self, source: Container | SourceCheckpoint | _Quantising, roles: list[str]) -> None:
+        self._source, self._roles = source, dict.fromkeys(roles)
+
+    def __getitem__(self, role: str) -> Float32Array | QuantizedMatrix:
+        if role not in self:
+            raise KeyError(role)
+        return self._source.read(role)
+
+    def __contains__(self, role: object) -> bool:
+        return role in self._roles
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._roles)
+
+    def __len__(self) -> int:
+        return len(self._roles)
+
+
+def _check_budgets(routing: RoutingOptions, moe_layers: int) -> None:
+    if isinstance(routing.budget, tuple) and len(routing.budget) != moe_layers:
+        raise OptionError("one budget per MoE layer", where="budget", expected=f"{moe_layers} values", got=len(routing.budget))

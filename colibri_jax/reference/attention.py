@@ -1,0 +1,128 @@
+"""Multi-head latent attention: RMSNorm, rope, the latent KV cache, and attention in absorbed and expanded form.
+
+Source: DeepSeek-V2 (arXiv 2405.04434) §2.1, as GLM-5 uses it. Both forms are one function of the latent: the absorbed one
+takes the key matrix to the query's side, the expanded one makes keys and values per head as training does.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from colibri_jax.config import LATENT_NORM_EPS, MLAConfig
+from colibri_jax.reference.quantized import Matrix, product
+
+MLAForm = Literal["absorbed", "expanded"]
+
+
+class MLAWeights(NamedTuple):
+    """One layer's attention. `key_HNC` and `value_HVC` are the two halves of kv_b, dequantised in every mode."""
+
+    q_a: Matrix
+    q_a_norm: jax.Array
+    q_b: Matrix
+    kv_a: Matrix
+    kv_a_norm: jax.Array
+    key_HNC: jax.Array
+    value_HVC: jax.Array
+    o: Matrix
+
+
+class Rope(NamedTuple):
+    """cos and sin of the T new positions, float32 [T, R / 2]."""
+
+    cos_TP: jax.Array
+    sin_TP: jax.Array
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean x² + eps) over the last dimension, times the weight."""
+    return weight * (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps))
+
+
+def rope_table(n_positions: int, rope_dim: int, theta: float) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """cos and sin, float32 [n_positions, rope_dim / 2].
+
+    The frequencies theta^(-2i / rope_dim), the angles and their cos and sin are float64, rounded to float32 once at the end:
+    this, not any library's float32 evaluation, is the definition that native follows.
+    """
+    frequencies = np.float64(theta) ** (-np.arange(0, rope_dim, 2, dtype=np.float64) / rope_dim)
+    angles = np.arange(n_positions, dtype=np.float64)[:, None] * frequencies
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate pairs (2i, 2i + 1) of the last dimension by angle i; results lie in halves: first parts, then second parts.
+
+    Args:
+        x: float32 [..., R].
+        cos, sin: broadcastable to [..., R / 2].
+    """
+    first, second = x[..., 0::2], x[..., 1::2]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def project_queries(x_TD: jax.Array, weights: MLAWeights, rope: Rope, mla: MLAConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries of the new positions.
+
+    Returns:
+        latent_TQ: the normed query latent, which the indexer uses too.
+        query_THN: the part without rope.
+        rotated_THR: the part with rope, rotated.
+    """
+    latent_TQ = rms_norm(product(x_TD, weights.q_a), weights.q_a_norm, LATENT_NORM_EPS)
+    query = product(latent_TQ, weights.q_b).reshape(x_TD.shape[0], mla.n_heads, mla.qk_dim)
+    rotated_THR = rotate(query[..., mla.nope_dim :], rope.cos_TP[:, None, :], rope.sin_TP[:, None, :])
+    return latent_TQ, query[..., : mla.nope_dim], rotated_THR
+
+
+def project_latent(x_TD: jax.Array, weights: MLAWeights, rope: Rope, mla: MLAConfig) -> jax.Array:
+    """What the KV cache keeps of the new positions: normed latent, then rotated key, float32 [T, C + R]."""
+    projected = product(x_TD, weights.kv_a)
+    latent_TC = rms_norm(projected[:, : mla.kv_lora_rank], weights.kv_a_norm, LATENT_NORM_EPS)
+    key_TR = rotate(projected[:, mla.kv_lora_rank :], rope.cos_TP, rope.sin_TP)
+    return jnp.concatenate([latent_TC, key_TR], axis=1)
+
+
+def attend(
+    query_THN: jax.Array,
+    rotated_THR: jax.Array,
+    cache_SC: jax.Array,
+    attended_TS: jax.Array,
+    weights: MLAWeights,
+    *,
+    mla: MLAConfig,
+    form: MLAForm,
+) -> jax.Array:
+    """Attention of T queries over S cached positions, then the output projection.
+
+    Args:
+        query_THN, rotated_THR: from `project_queries`.
+        cache_SC: float32 [S, C + R], rows as `project_latent` makes them.
+        attended_TS: bool, True where a query may look; at least one per row.
+        form: "absorbed" or "expanded"; the same function, summed in another order.
+
+    Returns:
+        float32 [T, D].
+    """
+    latent_SC, key_SR = cache_SC[:, : mla.kv_lora_rank], cache_SC[:, mla.kv_lora_rank :]
+    scores_THS = jnp.einsum("thr,sr->ths", rotated_THR, key_SR, precision="highest")
+    if form == "absorbed":
+        query_THC = jnp.einsum("thn,hnc->thc", query_THN, weights.key_HNC, precision="highest")
+        scores_THS += jnp.einsum("thc,sc->ths", query_THC, latent_SC, precision="highest")
+    else:
+        key_SHN = jnp.einsum("sc,hnc->shn", latent_SC, weights.key_HNC, precision="highest")
+        scores_THS += jnp.einsum("thn,shn->ths", query_THN, key_SHN, precision="highest")
+    scores_THS = jnp.where(attended_TS[:, None, :], scores_THS * mla.softmax_scale, -jnp.inf)
+    shares_THS = jax.nn.softmax(scores_THS, axis=-1)
+    if form == "absorbed":
+        mixed_THC = jnp.einsum("ths,sc->thc", shares_THS, latent_SC, precision="highest")
+        value_THV = jnp.einsum("thc,hvc->thv", mixed_THC, weights.value_HVC, precision="highest")
+    else:
+        value_SHV = jnp.einsum("sc,hvc->shv", latent_SC, weights.value_HVC, precision="highest")
+        value_THV = jnp.einsum("ths,shv->thv", shares_THS, value_SHV, precision="highest")
+    return product(value_THV.reshape(value_THV.shape[0], -1), weights.o)

@@ -1,0 +1,372 @@
+"""ReferenceModel: the whole model in pure JAX, behind the protocol that the native engine implements too."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from colibri_jax.config import ModelConfig
+from colibri_jax.errors import ConfigError, ContextOverflowError, OptionError, RewindError, ShapeError, TokenError
+from colibri_jax.reference.attention import MLAForm, rms_norm, rope_table
+from colibri_jax.reference.layer import (
+    ExpertResidency,
+    Float32,
+    Geometry,
+    LayerCache,
+    LayerResult,
+    Params,
+    bucket,
+    check_finite,
+    empty_cache,
+    load_layer,
+    run_layer,
+)
+from colibri_jax.reference.mtp import MTPBlock
+from colibri_jax.reference.quantized import Matrix, Precision, check_stored, look_up_rows, prepare, product, to_device
+from colibri_jax.reference.routing import select_experts
+from colibri_jax.routing_spec import SCOPES, RouterSpec, RoutingOptions, Scope, Selection
+from colibri_jax.stats import ScopeStats, Stats
+from colibri_jax.tensors import tensor_specs
+
+# Where no context is asked for: enough for a comparison, small enough for the KV cache of the largest models.
+DEFAULT_CONTEXT_POSITIONS = 4096
+
+
+class ReferenceModel:
+    """A `generate.protocol.LanguageModel` computed in JAX, layer by layer.
+
+    Args:
+        config: the model's description.
+        params: arrays by role (`colibri_jax.tensors`), float32 or quantised. Any mapping; with `expert_residency="kept"`
+            routed experts are read from it in every step that keeps them.
+        precision: "full" (float32 everywhere), "w4a32" (quantised weights, float32 activations) or "w4a8" (the container's own
+            arithmetic).
+        routing: options for routing; by default nothing is changed.
+        budget_scopes: where the budget acts; TOPK and TOPP act everywhere.
+        context_positions: most positions; by default the model's own limit, at most 4096.
+        mla_form: "absorbed" or "expanded" attention.
+        expert_residency: "all" keeps every routed expert on the device, "kept" only those of the step.
+
+    Raises:
+        MissingTensorError, ShapeError: `params` does not hold what `config` asks for.
+        OptionError: an option is outside its domain, or a quantised precision meets matrices that are not quantised.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        *,
+        precision: Precision = "full",
+        routing: RoutingOptions | None = None,
+        budget_scopes: Iterable[Scope] = ("decode",),
+        context_positions: int | None = None,
+        mla_form: MLAForm = "absorbed",
+        expert_residency: ExpertResidency = "all",
+    ) -> None:
+        for where, value, known in (
+            ("precision", precision, ("full", "w4a32", "w4a8")),
+            ("mla_form", mla_form, ("absorbed", "expanded")),
+            ("expert_residency", expert_residency, ("all", "kept")),
+        ):
+            if value not in known:
+                raise OptionError(f"unknown {where}", where=where, expected=", ".join(known), got=value)
+        self._config = config
+        self._routing = routing if routing is not None else RoutingOptions()
+        self._budget_scopes = _check_scopes(budget_scopes)
+        self._context = _check_context(context_positions, config)
+        n_moe = len(config.moe_layers)
+        if isinstance(self._routing.budget, tuple) and len(self._routing.budget) != n_moe:
+            raise OptionError("one budget per MoE layer", where="budget", expected=f"{n_moe} values", got=len(self._routing.budget))
+        self._precision: Precision = precision
+        self._geometry = Geometry(config.attention, config.indexer, config.rms_eps, mla_form)
+        self._rope = rope_table(self._context, config.attention.rope_dim, config.attention.rope_theta)
+
+        specs = {spec.role: spec for spec in tensor_specs(config) if "." not in spec.role}
+        stored = {role: check_stored(params.get(role), spec.shape, role) for role, spec in specs.items()}
+        self._embed = stored["embed"]
+        # A tied head is the embedding's matrix, but its product is the head's.
+        head = prepare(stored.get("head", self._embed), storage="int8", precision=precision, role="head")
+        self._head = to_device(head)
+        self._final_norm = jnp.asarray(prepare(stored["final_norm"], storage="f32", precision=precision, role="final_norm"))
+        self._layers = [load_layer(params, config, layer, precision, expert_residency) for layer in range(config.n_layers)]
+        self._mtp = MTPBlock(params, config, precision, expert_residency) if config.n_mtp_layers else None
+
+        self._caches = [empty_cache(layer, config) for layer in self._layers]
+        self._position = 0
+        self._selections: tuple[Selection, ...] = ()
+        self._router_logits: tuple[Float32, ...] = ()
+        self._hidden_TD: Float32 = np.zeros((0, config.hidden_size), np.float32)
+        self._scopes: dict[Scope, ScopeStats] = {scope: ScopeStats() for scope in SCOPES}
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's description."""
+        return self._config
+
+    @property
+    def precision(self) -> Precision:
+        """The arithmetic in use."""
+        return self._precision
+
+    @property
+    def routing(self) -> RoutingOptions:
+        """Options in the scopes that the budget applies to."""
+        return self._routing
+
+    @property
+    def budget_scopes(self) -> frozenset[Scope]:
+        """Scopes in which the budget acts; TOPK and TOPP act in every scope."""
+        return self._budget_scopes
+
+    @property
+    def context_positions(self) -> int:
+        """Positions that the KV cache can hold."""
+        return self._context
+
+    @property
+    def position(self) -> int:
+        """Positions in the KV cache, and so the absolute position of the next token."""
+        return self._position
+
+    @property
+    def mtp_position(self) -> int:
+        """Rows in the MTP block's cache."""
+        return self._mtp.position if self._mtp is not None else 0
+
+    @property
+    def selections(self) -> tuple[Selection, ...]:
+        """One Selection per MoE layer of the last forward."""
+        return self._selections
+
+    @property
+    def router_logits(self) -> tuple[Float32, ...]:
+        """Per MoE layer, float32 [n, E] of the last forward."""
+        return self._router_logits
+
+    def router(self, layer: int) -> RouterSpec | None:
+        """A trunk layer's router with its correction bias; None where the layer is dense."""
+        return self._layers[layer].router
+
+    @property
+    def hidden(self) -> Float32:
+        """float32 [n, D]: the last forward's hidden states after the final norm, which the MTP block reads."""
+        return self._hidden_TD
+
+    @property
+    def caches(self) -> tuple[LayerCache, ...]:
+        """Per trunk layer; rows from `position` on mean nothing."""
+        return tuple(self._caches)
+
+    @property
+    def stats(self) -> Stats:
+        """A frozen snapshot."""
+        return Stats(backend="reference", precision=self._precision, scopes=dict(self._scopes))
+
+    def forward(self, tokens: Sequence[int] | npt.NDArray[np.integer], *, scope: Scope, logits: Literal["all", "last"] = "all") -> Float32:
+        """Run one step, see `LanguageModel.forward`.
+
+        Raises:
+            TokenError, ContextOverflowError, OptionError: before anything is computed.
+            NonFiniteActivationError, NonFiniteLogitError: naming the layer.
+            In every case the model stays as it was.
+        """
+        begin = time.perf_counter()
+        if scope not in SCOPES:
+            raise OptionError("unknown scope", where="scope", expected=", ".join(SCOPES), got=scope)
+        if logits not in ("all", "last"):
+            raise OptionError("unknown choice", where="logits", expected="all or last", got=logits)
+        ids = self._check_tokens(tokens, self._position)
+        hidden_TD, caches, selections = self.embed(ids), [], []
+        router_logits: list[Float32] = []
+        attended_TS: npt.NDArray[np.bool_] | None = None
+        for layer, cache in enumerate(self._caches):
+            shares = self._config.indexer is not None and self._config.indexer.kinds[layer] == "shared"
+            result = self.layer_step(layer, hidden_TD, cache, self._position, scope=scope, attended_TS=attended_TS if shares else None)
+            hidden_TD, attended_TS = result.hidden_TD, result.attended_TS
+            caches.append(result.cache)
+            if result.selection is not None and result.router_logits_TE is not None:
+                selections.append(result.selection)
+                router_logits.append(result.router_logits_TE)
+        normed_TD = self._per_row(_final_norm, hidden_TD, self._final_norm, eps=self._config.rms_eps)
+        logits_TW = self.score(normed_TD if logits == "all" else normed_TD[-1:])
+
+        self._caches, self._selections, self._hidden_TD = caches, tuple(selections), normed_TD
+        self._router_logits = tuple(router_logits)
+        self._position += ids.size
+        spent = ScopeStats(steps=1, positions=ids.size, wall_seconds=time.perf_counter() - begin)
+        self._scopes[scope] = self._scopes[scope].plus(spent).with_selections(selections)
+        return logits_TW
+
+    def rewind(self, n: int) -> None:
+        """Drop the last n positions, and the MTP block's rows from there on.
+
+        Raises:
+            RewindError: n is negative or more than `position`.
+        """
+        if not 0 <= n <= self._position:
+            raise RewindError("cannot drop that many positions", where="rewind", expected=f"0 to {self._position}", got=n)
+        self._position -= n
+        if self._mtp is not None:
+            self._mtp.rewind_to(min(self._mtp.position, self._position))
+
+    def reset(self) -> None:
+        """Drop all positions; statistics go on."""
+        self.rewind(self._position)
+
+    # ---- the pieces, for comparing layer by layer -----------------------------------------------------------------
+
+    def embed(self, tokens: npt.NDArray[np.integer]) -> Float32:
+        """float32 [T, D]: the residual stream before the first layer."""
+        return look_up_rows(self._embed, tokens)
+
+    def layer_step(
+        self,
+        layer: int,
+        hidden_TD: Float32,
+        cache: LayerCache,
+        start: int,
+        *,
+        scope: Scope = "prefill",
+        attended_TS: npt.NDArray[np.bool_] | None = None,
+        selection: Selection | None = None,
+    ) -> LayerResult:
+        """One trunk layer on a given state, without touching the model's own.
+
+        Args:
+            layer: 0-based.
+            hidden_TD: float32 [T, D], the layer's input.
+            cache: rows 0 … start - 1 of latent, rotated key and (full indexer layers) index keys; more rows are ignored.
+            start: position of the first row.
+            scope: for the budget, where no selection is given.
+            attended_TS: bool [T, start + T], positions to attend to instead of the indexer's choice (causality applies in
+                any case). A layer that shares its choice needs it.
+            selection: experts and weights to use instead of the router's.
+
+        Raises:
+            ContextOverflowError, ShapeError, NonFiniteActivationError, NonFiniteLogitError.
+        """
+        if hidden_TD.ndim != 2 or hidden_TD.shape[1] != self._config.hidden_size or hidden_TD.dtype != np.float32:
+            expected = f"float32 [T, {self._config.hidden_size}]"
+            raise ShapeError("hidden state", where=f"layer {layer}", expected=expected, got=f"{hidden_TD.dtype} {list(hidden_TD.shape)}")
+        if cache.latent_SC.shape[0] < start:
+            raise ShapeError("cache too short", where=f"layer {layer}", expected=f">= {start} rows", got=cache.latent_SC.shape[0])
+        self._check_room(start, hidden_TD.shape[0])
+        moe_index = sum(self._config.sparse[:layer])
+
+        def select(logits_TE: Float32, router: RouterSpec) -> Selection:
+            return selection if selection is not None else select_experts(logits_TE, router, self._effective(moe_index, scope))
+
+        return run_layer(
+            self._layers[layer], hidden_TD, cache, start, rope=self._rope, geometry=self._geometry, attended_TS=attended_TS, select=select
+        )
+
+    def score(self, normed_TD: Float32) -> Float32:
+        """float32 [T, W]: logits of hidden states that went through the final norm (or the MTP block's)."""
+        check_finite(normed_TD, "head")
+        return self._per_row(_score, normed_TD, self._head)
+
+    # ---- MTP ------------------------------------------------------------------------------------------------------
+
+    def mtp_forward(self, tokens_next: Sequence[int] | npt.NDArray[np.integer], trunk_hidden: Float32) -> Float32:
+        """Append rows to the MTP block: row t scores token t + 2.
+
+        The block has its own cache and position (`mtp_position`); rows must follow each other without a gap, so a caller feeds
+        `hidden` of every forward in turn. The budget does not act on it, TOPK and TOPP do.
+
+        Args:
+            tokens_next: the token after each row's own.
+            trunk_hidden: float32 [n, D], `hidden` at the same rows.
+
+        Returns:
+            float32 [n, W].
+
+        Raises:
+            ConfigError: the model has no MTP block.
+            TokenError, ContextOverflowError, ShapeError: nothing was appended.
+        """
+        if self._mtp is None:
+            raise ConfigError("the model has no MTP block", where="num_nextn_predict_layers", expected=1, got=0)
+        ids = self._check_tokens(tokens_next, self._mtp.position)
+        if trunk_hidden.shape != (ids.size, self._config.hidden_size):
+            expected = [ids.size, self._config.hidden_size]
+            raise ShapeError("trunk hidden state", where="mtp_forward", expected=expected, got=list(trunk_hidden.shape))
+        options = self._routing.without_budget()
+        normed_TD, _ = self._mtp.forward(
+            self.embed(ids),
+            trunk_hidden,
+            self._rope,
+            self._geometry,
+            lambda logits_TE, router: select_experts(logits_TE, router, options),
+        )
+        return self.score(normed_TD)
+
+    def mtp_rewind(self, n: int) -> None:
+        """Drop the MTP block's last n rows.
+
+        Raises:
+            RewindError: n is negative or more than `mtp_position`.
+        """
+        if self._mtp is None or n < 0:
+            raise RewindError("cannot drop that many rows", where="mtp_rewind", expected=f"0 to {self.mtp_position}", got=n)
+        self._mtp.rewind_to(self._mtp.position - n)
+
+    # ---- helpers --------------------------------------------------------------------------------------------------
+
+    def _effective(self, moe_index: int, scope: Scope) -> RoutingOptions:
+        return self._routing.effective(moe_index, scope, self._budget_scopes)
+
+    def _check_tokens(self, tokens: Sequence[int] | npt.NDArray[np.integer], position: int) -> npt.NDArray[np.int64]:
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+            raise TokenError("a step needs tokens", where="tokens", expected="integers [n >= 1]", got=f"{ids.dtype} {list(ids.shape)}")
+        outside = np.flatnonzero((ids < 0) | (ids >= self._config.vocab_size))
+        if outside.size:
+            where, limit = f"tokens[{outside[0]}]", self._config.vocab_size
+            raise TokenError("token outside the vocabulary", where=where, expected=f"0 to {limit - 1}", got=int(ids[outside[0]]))
+        self._check_room(position, ids.size)
+        return ids.astype(np.int64)
+
+    def _check_room(self, position: int, n: int) -> None:
+        if position + n > self._context:
+            got = f"{n} more than {position}"
+            raise ContextOverflowError("the step does not fit", where="KV cache", expected=f"at most {self._context} positions", got=got)
+
+    @staticmethod
+    def _per_row(function: jax.stages.Wrapped, rows_TD: Float32, *args: object, **static: object) -> Float32:
+        """Call a compiled function on rows filled up to a power of two."""
+        n_rows = rows_TD.shape[0]
+        padded = np.pad(rows_TD, ((0, bucket(n_rows) - n_rows), (0, 0)))
+        return np.asarray(function(padded, *args, **static))[:n_rows]
+
+
+@functools.partial(jax.jit, static_argnames="eps")
+def _final_norm(hidden_TD: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
+    return rms_norm(hidden_TD, weight, eps)
+
+
+@jax.jit
+def _score(normed_TD: jax.Array, head: Matrix) -> jax.Array:
+    return product(normed_TD, head)
+
+
+def _check_scopes(scopes: Iterable[Scope]) -> frozenset[Scope]:
+    chosen = frozenset(scopes)
+    if not chosen <= set(SCOPES):
+        raise OptionError("unknown scope", where="budget_scopes", expected=", ".join(SCOPES), got=sorted(chosen))
+    return chosen
+
+
+def _check_context(asked: int | None, config: ModelConfig) -> int:
+    if asked is None:
+        return min(config.max_positions, DEFAULT_CONTEXT_POSITIONS)
+    if not 1 <= asked <= config.max_positions:
+        raise OptionError("context out of range", where="context_positions", expected=f"1 to {config.max_positions}", got=asked)
+    return asked

@@ -1,0 +1,84 @@
+"""MLPs: dense, shared and routed experts, and the router's logits. Which experts a position gets is decided in `routing`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from colibri_jax.reference.quantized import Matrix, product
+from colibri_jax.routing_spec import Selection
+
+
+class MLPWeights(NamedTuple):
+    """A gated MLP, or a stack of n of them (every array with a leading dimension n)."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+
+
+class MoEWeights(NamedTuple):
+    """The experts of one layer that are on the device.
+
+    Attributes:
+        experts: a stack of n routed experts, ascending by id.
+        shared: the fused shared experts, or None.
+    """
+
+    experts: MLPWeights
+    shared: MLPWeights | None
+
+
+def mlp(x_TD: jax.Array, weights: MLPWeights) -> jax.Array:
+    """down(silu(gate x) · up x), float32 [T, D]."""
+    return product(jax.nn.silu(product(x_TD, weights.gate)) * product(x_TD, weights.up), weights.down)
+
+
+def router_logits(x_TD: jax.Array, weight_ED: jax.Array) -> jax.Array:
+    """float32 [T, E]: float32 inputs and weights, summed in float64, rounded once."""
+    with jax.enable_x64(True):
+        logits_TE: jax.Array = _router_logits(x_TD, weight_ED)
+    return logits_TE
+
+
+@jax.jit
+def _router_logits(x_TD: jax.Array, weight_ED: jax.Array) -> jax.Array:
+    logits_TE = jnp.einsum("td,ed->te", x_TD.astype(jnp.float64), weight_ED.astype(jnp.float64), precision="highest")
+    return logits_TE.astype(jnp.float32)
+
+
+def weights_by_expert(selection: Selection, ids: npt.NDArray[np.integer], n_rows: int) -> npt.NDArray[np.float32]:
+    """A selection as a dense float32 [n_rows, len(ids)] matrix: column j is expert ids[j]; rows past the selection are 0.
+
+    Experts whose weight is 0 contribute nothing, so an unused expert and one of weight 0 need no telling apart.
+    """
+    dense = np.zeros((n_rows, int(max(ids.max(initial=-1), selection.ids.max(initial=-1))) + 2), np.float32)
+    positions = np.arange(selection.ids.shape[0])[:, None]
+    dense[positions, selection.ids] = selection.weights  # empty slots (-1) land in the last column, which no id names
+    return dense[:, ids]
+
+
+def moe(x_TD: jax.Array, weights: MoEWeights, weights_TE: jax.Array) -> jax.Array:
+    """Routed experts in ascending id, each output times its weight, then the shared experts unscaled; float32 [T, D].
+
+    Args:
+        x_TD: the layer's normed input.
+        weights: n experts on the device.
+        weights_TE: float32 [T, n], 0 where a position does not use an expert. Experts that nobody uses are skipped.
+    """
+
+    def add_expert(sum_TD: jax.Array, expert: tuple[MLPWeights, jax.Array]) -> tuple[jax.Array, None]:
+        matrices, weight_T = expert
+
+        def add(sum_TD: jax.Array) -> jax.Array:
+            # Not a product with 0: what an expert makes of a row that did not choose it may be infinite.
+            return sum_TD + jnp.where(weight_T[:, None] != 0.0, weight_T[:, None] * mlp(x_TD, matrices), 0.0)
+
+        return jax.lax.cond(jnp.any(weight_T != 0.0), add, lambda sum_TD: sum_TD, sum_TD), None
+
+    routed_TD, _ = jax.lax.scan(add_expert, jnp.zeros_like(x_TD), (weights.experts, weights_TE.T))
+    return routed_TD if weights.shared is None else routed_TD + mlp(x_TD, weights.shared)

@@ -1,0 +1,122 @@
+// The native engine: one forward call per step over weights in memory and experts on disk.
+//
+// One thread at a time calls into an Engine; its own threads compute and read. Nothing here touches Python.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "colibri/expert_store.h"
+#include "colibri/routing.h"
+
+namespace colibri {
+
+struct IndexerSpec {
+    int64_t heads = 0;  // 0: attention is dense
+    int64_t dim = 0;
+    int64_t topk = 0;
+    float eps = 0;
+    std::vector<bool> full;  // per layer; false reuses the choice of the previous full layer
+};
+
+// The model as colibri_jax.config.ModelConfig describes it, and where its tensors lie.
+struct ModelSpec {
+    int64_t vocab = 0, width = 0, layers = 0, dense_hidden = 0;
+    std::vector<bool> sparse;  // per layer
+    int64_t heads = 0, q_rank = 0, kv_rank = 0, nope = 0, rope = 0, value = 0;
+    double rope_theta = 10000.0;
+    float rms_eps = 0, latent_eps = 0;
+    IndexerSpec indexer;
+    int64_t experts = 0, expert_hidden = 0, shared_hidden = 0;
+    RouterSpec router;  // bias empty: it is a tensor of each layer
+    bool tied = false;
+    std::map<std::string, StoredMatrix> tensors;  // by role (colibri_jax/tensors.py), trunk only, without routed experts; bits 32: float32
+};
+
+struct EngineOptions {
+    StoreOptions store;
+    int64_t context = 0;               // positions that the KV cache holds
+    int threads = 1;                   // compute threads, the caller's included
+    std::string isa;                   // "" takes the best
+    bool quantised_activations = true; // false: float32 activations (precision "w4a32")
+    int64_t max_step = 0;              // longest step that fits the memory bound; 0: no bound
+    RoutingOptions routing;            // TOPK and TOPP act always, the rest where a step says so
+    std::vector<int64_t> budgets;      // one per MoE layer, 0 off
+};
+
+enum class Phase { disk_wait, experts, attention, head, other };
+constexpr int kPhases = 5;
+
+// What one step did.
+struct StepReport {
+    double wall_seconds = 0;
+    std::array<double, kPhases> phase_seconds{};
+    StoreCounters store;  // of this step alone
+    uint64_t avoided_read_bytes_estimate = 0;
+};
+
+// The input of one quantiser: `rows` are the step's positions that `values` [rows][cols] belong to.
+struct TracedInput {
+    int64_t layer = 0;
+    std::string what;
+    int64_t cols = 0;
+    std::vector<int32_t> rows;
+    std::vector<float> values;
+};
+
+// What the comparison tool looks at; filled when tracing is on.
+struct Trace {
+    std::vector<TracedInput> inputs;                // in the order of computation, layers only
+    std::vector<std::vector<float>> hidden;         // [layers + 1][n * width]: input of each layer, then of the final norm
+    std::vector<std::vector<float>> router_logits;  // [MoE layers][n * experts]
+    std::vector<std::vector<std::vector<int32_t>>> attended;  // [layers][n]: positions attended where the indexer limited them, else empty
+};
+
+struct MemoryPlan {
+    int64_t dense_bytes = 0;    // weights that stay in memory
+    int64_t kv_cache_bytes = 0; // keys and values, indexer keys
+    int64_t store_bytes = 0;    // expert slots and staging buffers
+    int64_t step_bytes_per_position = 0;  // working memory of a step
+    int64_t fixed_bytes = 0;              // working memory whatever the step
+};
+
+class Engine {
+  public:
+    // Reads the dense weights. Throws Error of the classes that colibri_jax/errors.py names.
+    Engine(ModelSpec model, EngineOptions options);
+    ~Engine();
+    Engine(const Engine&) = delete;
+    Engine& operator=(const Engine&) = delete;
+
+    static MemoryPlan memory_plan(const ModelSpec& model, const EngineOptions& options);
+
+    // Appends `tokens` and writes float32 logits [n or 1][vocab] (`last_only`). `interrupted` is asked between layers; when it
+    // answers true the step is abandoned, nothing is appended and false is returned.
+    bool forward(std::span<const int32_t> tokens, bool budget_acts, bool last_only, float* logits,
+                 const std::function<bool()>& interrupted);
+
+    void rewind(int64_t positions);
+    int64_t position() const;
+    const std::vector<Selection>& selections() const;  // of the last step, one per MoE layer
+    const StepReport& report() const;                  // of the last step
+
+    void set_trace(bool on);
+    const Trace& trace() const;
+    std::vector<float> kv_cache(int64_t layer) const;    // [position][kv_rank + rope]
+    std::vector<float> index_keys(int64_t layer) const;  // [position][indexer dim]; empty where the layer shares
+
+    std::string isa() const;
+    const ExpertStore* store() const;  // null without MoE layers
+
+  private:
+    struct Impl;
+    std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace colibri

@@ -1,0 +1,85 @@
+// Slots, staging buffers and their sizes.
+#include "geometry.h"
+
+#include <algorithm>
+#include <string>
+
+#include "../io/read_plan.h"
+#include "../io/reader.h"
+#include "colibri/error.h"
+#include "colibri/repack.h"
+
+namespace colibri {
+namespace {
+
+constexpr uint64_t kLine = 64;
+constexpr int64_t kSparesPastThreads = 2;  // one in use by the caller, one ready when that is done
+
+void check_extent(const Extent& extent, int64_t expected, const StoreOptions& options) {
+    if (extent.nbytes != static_cast<uint64_t>(expected))
+        throw Error("ShapeError", "bytes of an expert tensor", extent.tensor, std::to_string(expected),
+                    std::to_string(extent.nbytes));
+    if (expected && (extent.file < 0 || extent.file >= static_cast<int>(options.files.size())))
+        throw Error("OptionError", "file index of an expert tensor", extent.tensor, "0 … " + std::to_string(options.files.size()),
+                    std::to_string(extent.file));
+}
+
+bool same_form(const StoredMatrix& a, const StoredMatrix& b) {
+    return a.rows == b.rows && a.cols == b.cols && a.bits == b.bits && a.group_size == b.group_size && a.rows16 == b.rows16;
+}
+
+void check_expert(const StoredExpert& expert, const StoredExpert& first, const StoreOptions& options) {
+    for (const auto member : {&StoredExpert::gate, &StoredExpert::up, &StoredExpert::down}) {
+        const StoredMatrix& m = expert.*member;
+        check_extent(m.weights, stored_weight_bytes(m), options);
+        check_extent(m.scales, stored_scale_bytes(m), options);
+        if (!same_form(m, first.*member))
+            throw Error("ShapeError", "experts of one store have one shape and format", m.weights.tensor, "as the first expert",
+                        "another");
+    }
+}
+
+void check_domain(const char* option, int64_t value, int64_t largest) {
+    if (value < 1 || value > largest)
+        throw Error("OptionError", "option outside its domain", option, "1 … " + std::to_string(largest), std::to_string(value));
+}
+
+}  // namespace
+
+bool used_in_place(const StoredExpert& e) { return e.gate.rows16 && e.up.rows16 && e.down.rows16; }
+
+std::array<uint64_t, 3> repacked_offsets(const StoredExpert& e) {
+    const auto lines = [](const StoredMatrix& m) { return (static_cast<uint64_t>(rows16_bytes(m)) + kLine - 1) / kLine * kLine; };
+    return {0, lines(e.gate), lines(e.gate) + lines(e.up)};
+}
+
+Geometry geometry_of(const StoreOptions& options) {
+    check_domain("cache_experts", options.cache_experts, int64_t{1} << 20);
+    check_domain("io_threads", options.io_threads, 256);
+    if (options.experts.empty()) throw Error("OptionError", "a store needs experts", "experts", "at least one layer", "none");
+
+    Geometry g;
+    g.spare_slots = options.io_threads + kSparesPastThreads;
+    g.slots = g.spare_slots;
+    uint64_t largest_read = 0;
+    for (const auto& layer : options.experts) {
+        if (layer.empty()) throw Error("OptionError", "a layer needs experts", "experts", "at least one", "none");
+        g.slots_per_layer.push_back(std::min(options.cache_experts, static_cast<int64_t>(layer.size())));
+        g.slots += g.slots_per_layer.back();
+        for (const StoredExpert& expert : layer) {
+            check_expert(expert, options.experts[0][0], options);
+            largest_read = std::max(largest_read, plan_reads(expert).buffer_bytes);
+        }
+    }
+    const StoredExpert& first = options.experts[0][0];
+    for (const Extent* extent : extents_of(first)) g.expert_file_bytes += extent->nbytes;
+    g.slot_bytes = largest_read;
+    if (!used_in_place(first)) {
+        g.staging_buffers = options.io_threads;
+        g.staging_bytes = largest_read;
+        g.slot_bytes = align_up(repacked_offsets(first)[2] + static_cast<uint64_t>(rows16_bytes(first.down)));
+    }
+    return g;
+}
+
+}  // namespace colibri

@@ -1,0 +1,63 @@
+// Asynchronous reads of blocks of files: requests go in, completions come back on a thread of the reader.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace colibri {
+
+class FileSet;
+
+// What O_DIRECT asks of offsets, lengths and addresses; also the unit in which bytes are counted.
+constexpr uint64_t kBlock = 4096;
+constexpr uint64_t align_down(uint64_t x) { return x / kBlock * kBlock; }
+constexpr uint64_t align_up(uint64_t x) { return align_down(x + kBlock - 1); }
+
+struct ReadResult {
+    enum class Outcome { ok, end_of_file, failed, stalled };
+    Outcome outcome = Outcome::ok;
+    int error = 0;             // errno where `failed`
+    uint64_t arrived = 0;      // bytes of the request that are in memory, from its start
+    uint64_t transferred = 0;  // bytes that the operating system delivered, those read twice included
+};
+
+// Told once per request, on a thread of the reader that holds no lock. The request's memory belongs to the reader until then.
+struct ReadCompletion {
+    virtual void read_done(int range, const ReadResult& result) noexcept = 0;
+
+  protected:
+    ~ReadCompletion() = default;
+};
+
+struct ReadRequest {
+    int file = 0;
+    uint64_t offset = 0;  // multiple of kBlock
+    uint64_t length = 0;  // multiple of kBlock; may pass the end of the file
+    uint64_t needed = 0;  // bytes that must arrive
+    uint8_t* into = nullptr;
+    ReadCompletion* completion = nullptr;
+    int range = 0;  // handed back to the completion
+};
+
+// submit() does not wait for the disk, never completes a request before it returns, and may be called from completions.
+// Requests start in the order of submission. The destructor completes what was submitted and joins every thread.
+class BlockReader {
+  public:
+    virtual ~BlockReader() = default;
+    virtual void submit(const ReadRequest& request) = 0;
+};
+
+// The seam for tests: every system call that reads, and the reader as a whole. The default does nothing of its own.
+struct ReadHooks {
+    virtual ~ReadHooks() = default;
+    virtual ssize_t pread(int file, int fd, void* into, size_t count, off_t offset);
+    virtual std::unique_ptr<BlockReader> wrap(std::unique_ptr<BlockReader> reader) { return reader; }
+};
+
+// `threads` threads, each with one pread in flight. `files` and `hooks` outlive it.
+std::unique_ptr<BlockReader> make_pread_pool(const FileSet& files, int threads, ReadHooks& hooks);
+
+}  // namespace colibri

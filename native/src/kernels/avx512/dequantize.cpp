@@ -1,0 +1,98 @@
+// AVX-512 kernels: float32 values of quantised weights. Each equals kernels/scalar/quantized.cpp bit for bit: float(q) * scale.
+#define COLIBRI_ISA avx512
+#include "../parts.h"
+#include "lanes.h"
+
+namespace colibri::avx512 {
+
+namespace {
+
+inline int32_t load32(const void* bytes) {
+    int32_t value;
+    __builtin_memcpy(&value, bytes, sizeof value);
+    return value;
+}
+
+inline float load_float(const uint8_t* bytes) {
+    float value;
+    __builtin_memcpy(&value, bytes, sizeof value);
+    return value;
+}
+
+// Sixteen unsigned bytes, minus their offset, times the scale.
+inline __m512 scaled(__m128i bytes, int32_t offset, float scale) {
+    const __m512i q = _mm512_sub_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(offset));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(q), _mm512_set1_ps(scale));
+}
+
+inline float nibble_value(const uint8_t* row, int64_t i, float scale) {
+    return static_cast<float>((i % 2 == 0 ? row[i / 2] & 15 : row[i / 2] >> 4) - 8) * scale;
+}
+
+// Row-major nibbles of [begin, end), begin even, with one scale.
+void int4_run(const uint8_t* row, float scale, int64_t begin, int64_t end, float* out) {
+    const __m128i nibble = _mm_set1_epi8(15);
+    int64_t i = begin;
+    for (; i + 16 <= end; i += 16) {
+        const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + i / 2));
+        const __m128i low = _mm_and_si128(pairs, nibble), high = _mm_and_si128(_mm_srli_epi16(pairs, 4), nibble);
+        _mm512_storeu_ps(out + i, scaled(_mm_unpacklo_epi8(low, high), 8, scale));
+    }
+    for (; i < end; ++i) out[i] = nibble_value(row, i, scale);
+}
+
+}  // namespace
+
+void dequantize_int4_block(const uint8_t* block, int64_t cols, int64_t group, float* out, int64_t out_stride) {
+    const __m128i nibble = _mm_set1_epi8(15);
+    for (int64_t begin = 0; begin < cols; begin += group, block += 8 * group + 4 * kRowBlock) {
+        const int64_t count = cols - begin < group ? cols - begin : group;
+        for (int64_t row = 0; row < kRowBlock; ++row) {
+            const float scale = load_float(block + 8 * group + 4 * row);
+            for (int64_t i = 0; i < count; i += 16) {
+                const uint8_t* first = block + 8 * i + 4 * row;
+                const int32_t second = i + 8 < group ? load32(first + 64) : 0;
+                const __m128i pairs = _mm_insert_epi32(_mm_cvtsi32_si128(load32(first)), second, 1);
+                const __m128i low = _mm_and_si128(pairs, nibble), high = _mm_and_si128(_mm_srli_epi16(pairs, 4), nibble);
+                store(out + row * out_stride + begin + i, count - i, scaled(_mm_unpacklo_epi32(low, high), 8, scale));
+            }
+        }
+    }
+}
+
+void dequantize_int8_block(const uint8_t* block, int64_t cols, float* out, int64_t out_stride) {
+    const uint8_t* weights = block + 4 * kRowBlock;
+    for (int64_t row = 0; row < kRowBlock; ++row) {
+        const float scale = load_float(block + 4 * row);
+        for (int64_t i = 0; i < cols; i += 16) {
+            // A block holds whole groups of 64 inputs, so all four vectors exist.
+            const uint8_t* bytes = weights + 16 * i + 4 * row;
+            const __m128i sixteen = _mm_setr_epi32(load32(bytes), load32(bytes + 64), load32(bytes + 128), load32(bytes + 192));
+            store(out + row * out_stride + i, cols - i, scaled(sixteen, 128, scale));
+        }
+    }
+}
+
+void dequantize_int4_row(const uint8_t* row, const float* scales, int64_t cols, int64_t group, float* out) {
+    if (group <= 0 || group >= cols) {
+        if (cols > 0) int4_run(row, scales[0], 0, cols, out);
+    } else if (group % 2 == 0) {
+        for (int64_t begin = 0; begin < cols; begin += group) {
+            int4_run(row, scales[begin / group], begin, begin + group < cols ? begin + group : cols, out);
+        }
+    } else {
+        for (int64_t i = 0; i < cols; ++i) out[i] = nibble_value(row, i, scales[i / group]);
+    }
+}
+
+void dequantize_int8_row(const int8_t* row, float scale, int64_t cols, float* out) {
+    const __m512 factor = _mm512_set1_ps(scale);
+    int64_t i = 0;
+    for (; i + 16 <= cols; i += 16) {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i));
+        _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), factor));
+    }
+    for (; i < cols; ++i) out[i] = static_cast<float>(row[i]) * scale;
+}
+
+}  // namespace colibri::avx512

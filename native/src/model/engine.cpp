@@ -1,0 +1,219 @@
+// The engine: one step through all layers.
+#include "colibri/engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "attention.h"
+#include "colibri/error.h"
+#include "moe.h"
+
+namespace colibri {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+Resident resident_form(const std::string& role) {
+    const auto ends_with = [&](const char* tail) { return role.ends_with(tail); };
+    if (role == "embed" || ends_with(".kv_b") || ends_with(".wq_b") || ends_with(".wk")) return Resident::row_major;
+    if (ends_with("norm") || ends_with("norm_weight") || ends_with("bias") || ends_with("router.weight") || ends_with("weights_proj"))
+        return Resident::f32;
+    return Resident::rows16;
+}
+
+StoreCounters difference(const StoreCounters& after, const StoreCounters& before) {
+    StoreCounters d = after;
+    d.bytes_read -= before.bytes_read;
+    d.useful_bytes -= before.useful_bytes;
+    d.hits -= before.hits;
+    d.misses -= before.misses;
+    return d;
+}
+
+}  // namespace
+
+struct Engine::Impl {
+    ModelSpec model;
+    EngineOptions options;
+    ThreadPool pool;
+    Products products;
+    Rope rope;
+    Weights embed, final_norm, head;
+    std::vector<Attention> attention;
+    std::vector<FeedForward> feed_forward;
+    std::unique_ptr<ExpertStore> store;
+    AttentionScratch attention_scratch;
+    FeedForwardScratch feed_forward_scratch;
+    Activations head_input;
+    Buffer<float> hidden;
+    int64_t position = 0;
+    std::vector<Selection> selections;
+    StepReport report;
+    PhaseClock clock;
+    bool tracing = false;
+    Trace trace;
+
+    Impl(ModelSpec m, EngineOptions o)
+        : model(std::move(m)),
+          options(std::move(o)),
+          pool(options.threads),
+          products(kernels_for(options.isa), pool, options.quantised_activations),
+          rope(model.rope_theta, model.rope, options.context) {
+        const std::vector<std::string>& files = options.store.files;
+        const auto load = [&](const std::string& role) { return Weights(role, model.tensors.at(role), resident_form(role), files); };
+        embed = load("embed");
+        final_norm = load("final_norm");
+        head = model.tied ? Weights("embed", model.tensors.at("embed"), Resident::rows16, files) : load("head");
+        int64_t moe_layers = 0;
+        attention.reserve(model.layers);
+        feed_forward.reserve(model.layers);
+        for (int64_t layer = 0; layer < model.layers; ++layer) {
+            attention.emplace_back(model, layer, options.context, files);
+            feed_forward.emplace_back(model, layer, model.sparse[layer] ? moe_layers++ : -1, files);
+        }
+        if (moe_layers) store = std::make_unique<ExpertStore>(options.store);
+        attention_scratch.per_thread.resize(pool.threads());
+        selections.resize(moe_layers);
+    }
+
+    void check(std::span<const int32_t> tokens) const {
+        const int64_t n = static_cast<int64_t>(tokens.size());
+        if (n < 1) throw Error("TokenError", "a step needs tokens", "tokens", "1 or more", "0");
+        for (int64_t p = 0; p < n; ++p)
+            if (tokens[p] < 0 || tokens[p] >= model.vocab)
+                throw Error("TokenError", "token outside the vocabulary", "tokens[" + std::to_string(p) + "]",
+                            "0 … " + std::to_string(model.vocab - 1), std::to_string(tokens[p]));
+        if (position + n > options.context)
+            throw Error("ContextOverflowError", "the step does not fit in the KV cache", "position " + std::to_string(position),
+                        "at most " + std::to_string(options.context - position) + " tokens", std::to_string(n));
+        if (options.max_step && n > options.max_step)
+            throw Error("MemoryBudgetError", "the step needs more working memory than the bound leaves", "tokens",
+                        "at most " + std::to_string(options.max_step) + " in one step", std::to_string(n));
+    }
+
+    RoutingOptions routing(int64_t moe_index, bool budget_acts) const {
+        RoutingOptions routing = options.routing;
+        routing.budget = budget_acts ? options.budgets.at(moe_index) : 0;
+        if (!budget_acts) routing.coverage = 1.0;
+        return routing;
+    }
+
+    bool run(std::span<const int32_t> tokens, bool budget_acts, const std::function<bool()>& interrupted) {
+        const int64_t n = static_cast<int64_t>(tokens.size()), width = model.width;
+        hidden.reserve(n * width);
+        for (int64_t p = 0; p < n; ++p) embed.row(products.kernels(), tokens[p], hidden.data() + p * width);
+        attention_scratch.attended.clear();
+        MoEContext context{products, store.get(), store ? &options.store.experts[0][0] : nullptr, clock, report};
+        trace = {};
+        products.trace = tracing ? &trace : nullptr;
+        for (int64_t layer = 0; layer < model.layers; ++layer) {
+            if (interrupted()) return false;
+            products.trace_layer = layer;
+            if (tracing) trace.hidden.emplace_back(hidden.data(), hidden.data() + n * width);
+            {
+                const PhaseClock::Scope timed(clock, Phase::attention);
+                attention[layer].step(products, rope, attention_scratch, hidden.data(), n, position);
+            }
+            if (tracing) {
+                trace.attended.push_back(attention_scratch.attended);
+                trace.attended.back().resize(n);
+            }
+            FeedForward& ffn = feed_forward[layer];
+            const bool sparse = ffn.sparse();
+            Selection* selection = sparse ? &selections[ffn.moe_index()] : nullptr;
+            ffn.step(context, feed_forward_scratch, sparse ? routing(ffn.moe_index(), budget_acts) : RoutingOptions{}, hidden.data(), n,
+                     selection);
+            if (tracing && sparse) {
+                const float* logits = feed_forward_scratch.router_logits.data();
+                trace.router_logits.emplace_back(logits, logits + n * model.experts);
+            }
+        }
+        products.trace = nullptr;
+        if (tracing) trace.hidden.emplace_back(hidden.data(), hidden.data() + n * width);
+        return true;
+    }
+
+    void score(int64_t n, bool last_only, float* logits) {
+        const PhaseClock::Scope timed(clock, Phase::head);
+        const int64_t first = last_only ? n - 1 : 0, width = model.width;
+        float* normed = hidden.data() + first * width;
+        for (int64_t p = first; p < n; ++p)
+            products.kernels().rms_norm(hidden.data() + p * width, final_norm.f32(), model.rms_eps, width, hidden.data() + p * width);
+        head_input.set(normed, n - first, width, "head input");
+        products.multiply(head.view(), head_input, logits, model.vocab);
+    }
+};
+
+Engine::Engine(ModelSpec model, EngineOptions options) : impl_(std::make_unique<Impl>(std::move(model), std::move(options))) {}
+Engine::~Engine() = default;
+
+MemoryPlan Engine::memory_plan(const ModelSpec& m, const EngineOptions& o) {
+    MemoryPlan plan;
+    for (const auto& [role, stored] : m.tensors) plan.dense_bytes += Weights::memory_bytes(stored, resident_form(role));
+    if (m.tied) plan.dense_bytes += Weights::memory_bytes(m.tensors.at("embed"), Resident::rows16);
+    for (int64_t layer = 0; layer < m.layers; ++layer) {
+        plan.kv_cache_bytes += o.context * (m.kv_rank + m.rope) * 4;
+        if (m.indexer.heads && m.indexer.full[layer]) plan.kv_cache_bytes += o.context * m.indexer.dim * 4;
+    }
+    const bool has_experts = std::find(m.sparse.begin(), m.sparse.end(), true) != m.sparse.end();
+    plan.store_bytes = has_experts ? ExpertStore::memory_bytes(o.store) : 0;
+    // Every float of a step may also stand quantised beside itself: one byte each, and two words per group.
+    const int64_t floats = m.width + Attention::scratch_floats_per_position(m) + FeedForward::scratch_floats_per_position(m);
+    plan.step_bytes_per_position = floats * 4 + floats * (64 + 8) / 64;
+    plan.fixed_bytes = Rope::memory_bytes(m.rope, o.context) +
+                       o.threads * ((m.nope + m.value) * m.kv_rank + o.context + 2 * (m.kv_rank + m.rope)) * 4 +
+                       (o.quantised_activations ? 0 : o.threads * kRowBlock * std::max(m.width, m.dense_hidden) * 4);
+    return plan;
+}
+
+bool Engine::forward(std::span<const int32_t> tokens, bool budget_acts, bool last_only, float* logits,
+                     const std::function<bool()>& interrupted) {
+    Impl& self = *impl_;
+    const Clock::time_point begin = Clock::now();
+    self.check(tokens);
+    self.report = {};
+    self.clock.start();
+    const StoreCounters before = self.store ? self.store->counters() : StoreCounters{};
+    const bool finished = self.run(tokens, budget_acts, interrupted);
+    const int64_t n = static_cast<int64_t>(tokens.size());
+    if (finished) {
+        self.score(n, last_only, logits);
+        self.position += n;
+    }
+    self.clock.enter(Phase::other);
+    self.report.phase_seconds = self.clock.seconds();
+    if (self.store) self.report.store = difference(self.store->counters(), before);
+    self.report.wall_seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    return finished;
+}
+
+void Engine::rewind(int64_t positions) {
+    if (positions < 0 || positions > impl_->position)
+        throw Error("RewindError", "cannot drop more positions than there are", "rewind",
+                    "0 … " + std::to_string(impl_->position), std::to_string(positions));
+    impl_->position -= positions;
+}
+
+int64_t Engine::position() const { return impl_->position; }
+const std::vector<Selection>& Engine::selections() const { return impl_->selections; }
+const StepReport& Engine::report() const { return impl_->report; }
+void Engine::set_trace(bool on) { impl_->tracing = on; }
+const Trace& Engine::trace() const { return impl_->trace; }
+std::string Engine::isa() const { return impl_->products.kernels().name; }
+const ExpertStore* Engine::store() const { return impl_->store.get(); }
+
+std::vector<float> Engine::kv_cache(int64_t layer) const {
+    const float* rows = impl_->attention.at(layer).cache().data();
+    return {rows, rows + impl_->position * (impl_->model.kv_rank + impl_->model.rope)};
+}
+
+std::vector<float> Engine::index_keys(int64_t layer) const {
+    const Indexer* indexer = impl_->attention.at(layer).indexer();
+    if (!indexer) return {};
+    const float* rows = indexer->keys().data();
+    return {rows, rows + impl_->position * indexer->dim()};
+}
+
+}  // namespace colibri

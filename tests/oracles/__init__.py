@@ -1,0 +1,1 @@
+"""Slow, independent answers to compare with."""

@@ -1,0 +1,174 @@
+"""Cases that a selection is tested on, one distribution drawn either by hypothesis or by a NumPy generator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from colibri_jax.routing_spec import RouterSpec, RoutingOptions
+from tests.oracles import selection as oracle
+
+T = TypeVar("T")
+
+# (E, n_group) of grouped routers: few, because each compiles its own program.
+GROUPED = ((4, 2), (12, 3), (16, 8), (64, 8), (256, 8))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """One step: float32 logits [S, E], router and options."""
+
+    logits: npt.NDArray[np.float32]
+    router: RouterSpec
+    options: RoutingOptions
+
+    @property
+    def args(self) -> tuple[npt.NDArray[np.float32], RouterSpec, RoutingOptions]:
+        return self.logits, self.router, self.options
+
+
+class Chooser(Protocol):
+    """Where a case's decisions come from."""
+
+    def integer(self, low: int, high: int) -> int:
+        """An integer in [low, high]."""
+
+    def pick(self, options: Sequence[T]) -> T:
+        """One of the options."""
+
+
+class _Drawn:
+    """Decisions by hypothesis, which shrinks towards small integers and first options."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self._draw = draw
+
+    def integer(self, low: int, high: int) -> int:
+        return self._draw(st.integers(low, high))
+
+    def pick(self, options: Sequence[T]) -> T:
+        return self._draw(st.sampled_from(options))
+
+
+class _Random:
+    """Decisions by a NumPy generator."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+
+    def integer(self, low: int, high: int) -> int:
+        return int(self._rng.integers(low, high + 1))
+
+    def pick(self, options: Sequence[T]) -> T:
+        return options[self.integer(0, len(options) - 1)]
+
+
+@st.composite
+def selection_cases(draw: st.DrawFn, max_experts: int = 256) -> Case:
+    """S 1…64, E 1…max_experts, every router and option field; about half of the cases on coarse grids."""
+    return make_case(_Drawn(draw), max_experts)
+
+
+def random_case(rng: np.random.Generator, max_experts: int = 256) -> Case:
+    """The same distribution, fast."""
+    return make_case(_Random(rng), max_experts)
+
+
+def make_case(c: Chooser, max_experts: int) -> Case:
+    positions = c.pick((1, 2, c.integer(1, 8), c.integer(1, 64)))
+    router = _router(c, max_experts)
+    experts = 0 if router.bias is None else router.bias.shape[0]
+    if not c.integer(0, 1):
+        router = dataclasses.replace(router, bias=None)
+    logits = _logits(c, positions, experts)
+    options = RoutingOptions(
+        expert_topk=c.pick((0, 0, c.integer(1, router.top_k + 2))),
+        expert_topp=c.pick((0.0, 0.0, 1.0, 0.5, c.integer(1, 1023) / 1024.0, c.integer(1, 999) / 1000.0)),
+        denominator=c.pick(("survivors", "frozen")),
+        vote=c.pick(("weights", "all_scores")),
+    )
+    if not c.integer(0, 5):
+        options = dataclasses.replace(options, expert_topp=_exact_share(c, Case(logits, router, options)))
+    return Case(logits, router, dataclasses.replace(options, budget=_budget(c, Case(logits, router, options))))
+
+
+def _router(c: Chooser, max_experts: int) -> RouterSpec:
+    experts, n_group, topk_group = c.integer(1, c.pick((4, 16, 64, max_experts))), 1, 1
+    grouped = [pair for pair in GROUPED if pair[0] <= max_experts]
+    if grouped and not c.integer(0, 3):
+        experts, n_group = c.pick(grouped)
+        topk_group = c.integer(1, n_group)
+    eligible = topk_group * (experts // n_group)
+    return RouterSpec(
+        score=c.pick(("sigmoid", "softmax")),
+        top_k=c.integer(1, c.pick((min(eligible, 8), eligible))),
+        bias=_bias(c, experts),
+        n_group=n_group,
+        topk_group=topk_group,
+        norm_topk_prob=c.pick((True, False)),
+        routed_scaling_factor=c.pick((1.0, 2.5, 0.3, 1023.0, 1e-30, 2.0**-140)),
+    )
+
+
+def _bias(c: Chooser, experts: int) -> npt.NDArray[np.float32]:
+    rng = np.random.default_rng(c.integer(0, 2**32 - 1))
+    values = {
+        "eighths": lambda: rng.integers(-8, 9, experts) / 8,
+        "normal": lambda: rng.normal(0, 0.3, experts),
+        # Cancels the score of a zero logit, so that choices are signed zeros and subnormals.
+        "cancels": lambda: rng.choice([-0.5, -0.0, 0.0, 1e-45, -1e-40, 2e-38], experts),
+        "huge": lambda: rng.choice([3e38, -3e38, 1.0], experts),
+    }
+    return np.asarray(values[c.pick(tuple(values))](), np.float32)
+
+
+def _logits(c: Chooser, positions: int, experts: int) -> npt.NDArray[np.float32]:
+    rng = np.random.default_rng(c.integer(0, 2**32 - 1))
+    shape = (positions, experts)
+
+    def few_rows() -> npt.NDArray[Any]:
+        return (rng.integers(-24, 25, (2, experts)) / 8)[rng.integers(0, 2, positions)]
+
+    values = {
+        "eighths": lambda: rng.integers(-16, 17, shape) / 8,
+        "two values": lambda: rng.choice([0.0, 1.0], shape),
+        "signed zeros": lambda: rng.choice([-0.0, 0.0, 1e-40, -1e-45], shape),
+        "few rows": few_rows,
+        "normal": lambda: rng.normal(0, 1, shape),
+        "wide": lambda: rng.normal(0, 6, shape),
+        "to 110": lambda: rng.uniform(-110, 110, shape),
+        "coarse to 110": lambda: rng.integers(-880, 881, shape) / 8,
+        # Sigmoid and softmax around the smallest normal float32, exp(-87.34).
+        "subnormal edge": lambda: rng.choice([-87.25, -87.375, -88.0, -87.33654475, -87.3365446, 0.0], shape) + rng.choice([0.0, 1e-6], shape),
+    }
+    return np.asarray(values[c.pick(tuple(values))](), np.float32)
+
+
+def _exact_share(c: Chooser, case: Case) -> float:
+    """A share P with P · c_last == c_j of one position, found from the oracle's running sums; 0.5 where there is none."""
+    sums = oracle.select(*case.args).topp_sums
+    row = sums[c.integer(0, len(sums) - 1)]
+    target = row[c.integer(0, len(row) - 1)]
+    if not 0.0 < target < row[-1]:
+        return 0.5
+    share = target / row[-1]
+    for candidate in (share, float(np.nextafter(share, 0.0)), float(np.nextafter(share, 1.0))):
+        if candidate * row[-1] == target and 0.0 < candidate < 1.0:
+            return candidate
+    return share
+
+
+def _budget(c: Chooser, case: Case) -> int:
+    """Off, one, any, or around the size of the union."""
+    kind = c.pick(("off", "one", "any", "around", "around"))
+    if kind == "off":
+        return 0
+    if kind == "one":
+        return 1
+    union = oracle.select(*case.args).selection.union_size
+    return c.integer(1, union) if kind == "any" else max(1, union + c.integer(-2, 1))
