@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from colibri_jax.cli.options import BYTES_PER_GB
+from colibri_jax.container.convert import plan_conversion, run_conversion
 
 # The command's names for layouts: "colibri" is what other engines open, the container's word for it says how rows lie.
-LAYOUTS = {"rows16": "rows16", "colibri": "row_major"}
+LAYOUTS: dict[str, Literal["rows16", "row_major"]] = {"rows16": "rows16", "colibri": "row_major"}
 
 
 @click.command()
@@ -33,8 +34,6 @@ def convert(source: Path, target: Path, layout: str, group_size: int, shard_gb: 
     One tensor is in memory at a time. An interrupted conversion goes on where it stopped when the same command is given
     again; a finished container is never overwritten.
     """
-    from colibri_jax.container.convert import plan_conversion, run_conversion
-
     limits: dict[str, Any] = {} if shard_gb is None else {"shard_bytes": round(shard_gb * BYTES_PER_GB)}
     plan = plan_conversion(source, target, layout=LAYOUTS[layout], group_size=group_size, **limits)
     for line in plan.lines():

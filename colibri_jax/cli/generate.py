@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 from collections.abc import Mapping
@@ -87,7 +88,7 @@ Environment
 @click.option("--mtp", type=int, default=0, envvar="MTP", hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with everything instead of the text.")
 @click.pass_context
-def generate(ctx: click.Context, **_: Any) -> None:
+def generate(ctx: click.Context, /, **_: Any) -> None:
     """Write an answer to a prompt with the model in MODEL_DIR (default: SNAP, else the model that ships).
 
     Text goes to stdout as it comes; effective options, notes and statistics go to stderr. Ctrl-C ends the answer and
@@ -109,7 +110,8 @@ def generate(ctx: click.Context, **_: Any) -> None:
         max_new_tokens=value["max_new_tokens"], prefill_chunk=value["prefill_chunk"], sampling=sampling, stop_ids=tokenizer.stop_ids
     )
     notes = _notes(config, routing, scopes, options, largest_prefill_step=min(run.prefill_chunk, len(prompt_ids)))
-    shown = {name: option for name, option in options.items() if name not in ("prompt", "system", "mtp", "as_json")}
+    hidden = {"prompt", "system", "mtp", "as_json"} | (set() if value["raw"] else {"raw"})
+    shown = {name: option for name, option in options.items() if name not in hidden}
     click.echo(describe_options(shown), err=True)
     for note in notes:
         click.echo(note, err=True)
@@ -134,6 +136,8 @@ def _run(
     notes: tuple[str, ...],
     stream: bool,
 ) -> RunReport:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to lose the answer
     decoder = tokenizer.stream()
     pieces: list[str] = []
 
@@ -192,6 +196,11 @@ def _encode(tokenizer: ChatTokenizer, value: Mapping[str, Any]) -> list[int]:
     prompt, system = value["prompt"], value["system"]
     if not prompt:
         raise OptionError("nothing to answer", where="--prompt or PROMPT", expected="a text", got="nothing")
+    for name in ("prompt", "system"):
+        try:
+            (value[name] or "").encode()
+        except UnicodeEncodeError as error:  # bytes of the command line that are no text arrive as lone surrogates
+            raise OptionError("not UTF-8", where=f"--{name}", expected="text", got=f"a stray byte at character {error.start}") from error
     if value["raw"]:
         if system is not None:
             raise OptionError("a raw prompt has no roles", where="--system", expected="not together with --raw", got="both")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from pathlib import Path
 
 import click
 
 from colibri_jax.cli.options import BYTES_PER_GB, model_argument, model_directory
+from colibri_jax.container.inspect import describe
 
 
 @click.command()
@@ -19,17 +22,22 @@ from colibri_jax.cli.options import BYTES_PER_GB, model_argument, model_director
     show_envvar=True,
     help="Memory to plan for, in 10^9 bytes; this machine's if not given.",
 )
+@click.option("--group-size", type=click.IntRange(min=1), help="Quantisation group of an untagged container that allows several readings.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect(model_dir: Path | None, ram_gb: float | None, as_json: bool) -> None:
+def inspect(model_dir: Path | None, ram_gb: float | None, group_size: int | None, as_json: bool) -> None:
     """Show architecture, formats, bytes per expert, layer and token, and what would fit in memory.
 
-    MODEL_DIR is a container or a Hugging Face directory (default: SNAP, else the model that ships).
+    MODEL_DIR is a container (default: SNAP, else the model that ships). No weights are read.
     """
-    from colibri_jax.container.inspect import describe
-
-    summary = describe(model_directory(model_dir), ram_bytes=None if ram_gb is None else round(ram_gb * BYTES_PER_GB))
+    ram_bytes = _physical_memory() if ram_gb is None else round(ram_gb * BYTES_PER_GB)
+    summary = describe(model_directory(model_dir), ram_bytes=ram_bytes, group_size=group_size)
     if as_json:
-        click.echo(json.dumps(summary.to_json(), ensure_ascii=False))
+        click.echo(json.dumps(dataclasses.asdict(summary), ensure_ascii=False, default=str))
         return
     for line in summary.lines():
         click.echo(line)
+
+
+def _physical_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

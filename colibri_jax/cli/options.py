@@ -21,19 +21,14 @@ BYTES_PER_GB = 1e9
 SHIPPED_MODEL = Path(__file__).parent.parent / "models" / "tiny-glm-moe-dsa"
 
 
-class BudgetType(click.ParamType):
-    """A count of experts, or "off"."""
-
-    name = "N|off"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """0 for "off", else the count."""
-        text = str(value).strip().lower()
-        if text == "off":
-            return 0
-        if not (text.isascii() and text.isdigit()):
-            self.fail(f"{value!r} is neither a count of experts nor 'off'", param, ctx)
-        return int(text)
+def parse_budget(value: str | int) -> int:
+    """A count of experts, or "off", which is 0."""
+    text = str(value).strip().lower()
+    if text == "off":
+        return 0
+    if not (text.isascii() and text.isdigit()):
+        raise click.BadParameter(f"{value!r} is neither a count of experts nor 'off'")
+    return int(text)
 
 
 def _apply(decorators: Iterable[Callable[[Command], Command]], command: Command) -> Command:
@@ -53,7 +48,8 @@ def routing_options(command: Command) -> Command:
         [
             click.option(
                 "--budget",
-                type=BudgetType(),
+                type=parse_budget,
+                metavar="N|off",
                 default="off",
                 envvar="EXPERT_BUDGET",
                 show_envvar=True,

@@ -1,8 +1,9 @@
 """Products with stored matrices: float32, dequantised, or int4/int8 weights with int8 activations, rounding by rounding.
 
 The quantised product is a contract (its order of roundings is what native kernels reproduce), so nothing here may depend
-on what a compiler finds faster. Two rewrites would change bits: x / 127 into x * (1 / 127), and a product followed by
-a sum into one fused operation. Both are prevented by values that the compiler cannot know, see `Quantized.levels`.
+on what a compiler finds faster. Three rewrites would change bits: x / 127 into x * (1 / 127), the same for a divisor that many
+elements share, and a product followed by a sum into one fused operation. All are prevented with a zero that only run time knows, see
+`Quantized.levels`.
 
 Shapes: T positions, X inputs, Y outputs, G groups of Z inputs.
 """
@@ -143,9 +144,10 @@ def quantize_activations(x_TX: jax.Array, group_size: int, levels: jax.Array) ->
     x_TGZ = jnp.pad(x_TX, ((0, 0), (0, missing))).reshape(x_TX.shape[0], -1, group_size)
     largest_TG = jnp.max(jnp.abs(x_TGZ), axis=2)
     used_TG = ~(largest_TG < SMALLEST_ACTIVATION)
-    scales_TG = jnp.where(jnp.isfinite(largest_TG), jnp.where(used_TG, largest_TG / levels, 0.0), jnp.nan)
-    divisor_TG1 = jnp.where(used_TG, scales_TG, 1.0)[:, :, None]
-    q_TGZ = jnp.clip(jnp.rint(x_TGZ / divisor_TG1), -INT8_MAX, INT8_MAX)
+    scale_TG = _divide(largest_TG, levels, levels)
+    scales_TG = jnp.where(jnp.isfinite(largest_TG), jnp.where(used_TG, scale_TG, 0.0), jnp.nan)
+    quotient_TGZ = _divide(x_TGZ, jnp.where(used_TG, scales_TG, 1.0)[:, :, None], levels)
+    q_TGZ = jnp.clip(jnp.rint(quotient_TGZ), -INT8_MAX, INT8_MAX)
     return jnp.where(used_TG[:, :, None], q_TGZ, 0.0), scales_TG
 
 
@@ -160,20 +162,41 @@ def quantized_product(x_TX: jax.Array, matrix: Quantized) -> jax.Array:
         float32 [T, Y]; NaN rows where the activations were not finite.
     """
     q_TGZ, scales_TG = quantize_activations(x_TX, matrix.q_GYZ.shape[2], matrix.levels)
-    # 0, but only at run time: an exclusive-or with it separates a product from the sum that follows.
-    runtime_zero = jax.lax.bitcast_convert_type(matrix.levels, jnp.int32) ^ jnp.int32(_LEVELS_BITS)
+    runtime_zero = _runtime_zero(matrix.levels)
 
     def add_group(sum_TY: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         qx_TZ, sx_T, qw_YZ, sw_Y = group
         isum_TY = jnp.einsum("tz,yz->ty", qx_TZ, qw_YZ.astype(jnp.float32), precision="highest")
         term_TY = isum_TY * (sw_Y[None, :] * sx_T[:, None])
-        bits_TY = jax.lax.bitcast_convert_type(term_TY, jnp.int32) ^ runtime_zero
-        return sum_TY + jax.lax.bitcast_convert_type(bits_TY, jnp.float32), None
+        # An exclusive-or between product and sum: they cannot become one operation.
+        return sum_TY + _floats(_bits(term_TY) ^ runtime_zero), None
 
-    start_TY = jnp.broadcast_to(jax.lax.bitcast_convert_type(runtime_zero, jnp.float32), (x_TX.shape[0], matrix.q_GYZ.shape[1]))
+    start_TY = jnp.broadcast_to(_floats(runtime_zero), (x_TX.shape[0], matrix.q_GYZ.shape[1]))
     groups = (q_TGZ.transpose(1, 0, 2), scales_TG.T, matrix.q_GYZ, matrix.scales_GY)
     sum_TY, _ = jax.lax.scan(add_group, start_TY, groups)
     return sum_TY
+
+
+def _divide(x: jax.Array, divisor: jax.Array, levels: jax.Array) -> jax.Array:
+    """x / divisor, each quotient rounded once.
+
+    Given a divisor that is broadcast, XLA multiplies with its reciprocal. Here every element gets a divisor of its own, whose bits
+    depend, as far as a compiler can see, on the element.
+    """
+    return x / _floats(_bits(jnp.broadcast_to(divisor, x.shape)) ^ (_bits(x) & _runtime_zero(levels)))
+
+
+def _runtime_zero(levels: jax.Array) -> jax.Array:
+    """int32 0, known at run time only."""
+    return _bits(levels) ^ jnp.int32(_LEVELS_BITS)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _floats(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def look_up_rows(table: StoredArray, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:

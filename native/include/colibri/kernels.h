@@ -12,25 +12,25 @@
 
 namespace colibri {
 
-constexpr int kRowBlock = 16;              // rows interleaved in the rows16 layout
-constexpr int kActivationGroup = 64;       // activation group where weight scales are per row
-constexpr int kPartialSums = 16;           // element i of a float dot product goes to partial sum i mod 16
+constexpr int kRowBlock = 16;         // rows interleaved in the rows16 layout
+constexpr int kActivationGroup = 64;  // activation group where weight scales are per row
+constexpr int kPartialSums = 16;      // element i of a float dot product goes to partial sum i mod 16
 
 // n positions of quantised activations. Groups are padded to `group` elements with q = 0.
 struct QuantizedActivations {
-    const int8_t* q = nullptr;       // [n][groups * group]
-    const float* scales = nullptr;   // [n][groups]
-    const int32_t* sums = nullptr;   // [n][groups], sum of a group's q: the offset of the unsigned weights
+    const int8_t* q = nullptr;      // [n][groups * group]
+    const float* scales = nullptr;  // [n][groups]
+    const int32_t* sums = nullptr;  // [n][groups], sum of a group's q: the offset of the unsigned weights
     int64_t n = 0;
     int64_t groups = 0;
-    int64_t group = 0;
+    int64_t group = 0;  // a multiple of 8
 };
 
 struct Kernels {
     const char* name;
 
     // s = max|x| / 127; q = clip(rint(x / s), -127, 127); max|x| < 1e-30 gives s = 0, q = 0. One row of `cols` values.
-    // Returns the index of the first non-finite value, or -1.
+    // Returns the index of the first non-finite value, the outputs being undefined then, or -1.
     int64_t (*quantize)(const float* x, int64_t cols, int64_t group, int8_t* q, float* scales, int32_t* sums);
 
     // y[p * y_stride + r] = sum over groups, one by one, of float(isum) * (scale_w * scale_x), for the rows of the row

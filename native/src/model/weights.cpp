@@ -44,6 +44,8 @@ void read_extent(const std::vector<std::string>& files, const Extent& extent, vo
     }
 }
 
+int64_t weight_bytes(const StoredMatrix& m) { return m.bits == 32 ? m.rows * m.cols * 4 : stored_weight_bytes(m); }
+
 MatrixView shape_of(const StoredMatrix& m) {
     const int64_t group = m.bits == 4 && m.group_size ? m.group_size : kActivationGroup;
     return {m.rows, m.cols, m.bits, group, nullptr};
@@ -56,7 +58,7 @@ int64_t Weights::memory_bytes(const StoredMatrix& m, Resident form) {
         case Resident::f32:
             return m.rows * m.cols * 4;
         case Resident::row_major:
-            return stored_weight_bytes(m) + stored_scale_bytes(m);
+            return weight_bytes(m) + (m.bits == 32 ? 0 : stored_scale_bytes(m));
         case Resident::rows16:
             return rows16_bytes(m);
     }
@@ -69,7 +71,7 @@ Weights::Weights(const std::string& role, const StoredMatrix& stored, Resident f
     if ((form == Resident::rows16 && is_float) || (form != Resident::rows16 && stored.rows16))
         throw Error("UnknownFormatError", "the engine cannot run this tensor in the format that it has", role,
                     is_float ? "int4 or int8" : "rows that lie one after another", is_float ? "float32" : "16 rows interleaved");
-    Buffer<uint8_t> raw(stored_weight_bytes(stored));
+    Buffer<uint8_t> raw(weight_bytes(stored));
     read_extent(files, stored.weights, raw.data());
     if (is_float || stored.rows16) {
         data_ = std::move(raw);

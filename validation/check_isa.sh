@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# The native core keeps to its instruction sets, and runs on another processor. Two checks:
+#   1. In the objects of an x86-64 build only those of kernels/avx2 and kernels/avx512 name a ymm or zmm register, and these
+#      export no weak symbol: an inline function that others share could be the copy that an older processor cannot run.
+#   2. The core compiles for aarch64, and the kernel self-test gives the same bits there under qemu.
+# A check whose tools are missing says "skipped" and why. Usage: validation/check_isa.sh [build directory]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+work=${1:-build/check_isa}
+failed=0
+
+step() { printf '\n== %s\n' "$*"; }
+missing() {
+  local tool
+  for tool in "$@"; do
+    command -v "$tool" >/dev/null || { echo "$tool not found"; return 0; }
+  done
+  return 1
+}
+configure() {
+  cmake -S native -B "$1" -DCMAKE_BUILD_TYPE=Release -DCOLIBRI_EXTENSION=OFF -DCOLIBRI_SELFTEST=ON "${@:2}" >"$1.log" 2>&1 ||
+    { cat "$1.log"; return 1; }
+}
+build() { cmake --build "$1" --parallel "${@:2}" >>"$1.log" 2>&1 || { tail -40 "$1.log"; return 1; }; }
+
+# Prints the objects below $1 that break a rule; empty if none does. Wide registers are a fault outside the kernels of
+# an instruction set, weak symbols inside.
+offenders() {
+  local object
+  find "$1" -name '*.o' | sort | while read -r object; do
+    case $object in
+      */kernels/avx2/* | */kernels/avx512/*)
+        if nm "$object" | grep -qE ' [VvWwu] '; then echo "weak symbol: $object"; fi ;;
+      *)
+        if objdump -d --no-show-raw-insn "$object" | grep -qE '%[yz]mm[0-9]'; then echo "wide register: $object"; fi ;;
+    esac
+  done
+}
+
+mkdir -p "$work"
+
+step "x86-64: wide registers and weak symbols"
+if [ "$(uname -m)" != x86_64 ]; then
+  echo "skipped: this machine is $(uname -m)"
+elif reason=$(missing cmake objdump nm); then
+  echo "skipped: $reason"
+else
+  configure "$work/x86"
+  build "$work/x86" --target colibri_core kernel_selftest
+  "$work/x86/kernel_selftest" || failed=1
+  objects=$(find "$work/x86" -name '*.o' | wc -l)
+  found=$(offenders "$work/x86/CMakeFiles")
+  # The check must be able to fail: a kernel's own object in a place where it does not belong, and one with an inline function.
+  planted="$work/planted"
+  rm -rf "$planted" && mkdir -p "$planted/routing" "$planted/kernels/avx2"
+  cp "$(find "$work/x86" -path '*kernels/avx2/floats.cpp.o')" "$planted/routing/a.o"
+  printf 'inline int shared(int x) { return x; }\nint (*address)(int) = shared;\n' | "${CXX:-c++}" -x c++ -c - -o "$planted/kernels/avx2/b.o"
+  if [ "$(offenders "$planted" | wc -l)" != 2 ]; then
+    echo "FAILED: the check does not see the planted faults"
+    failed=1
+  fi
+  if [ -n "$found" ]; then
+    printf 'FAILED:\n%s\n' "$found"
+    failed=1
+  else
+    echo "passed: $objects objects"
+  fi
+fi
+
+step "aarch64: compile the core, run the kernel self-test under qemu"
+if reason=$(missing cmake aarch64-linux-gnu-g++ qemu-aarch64); then
+  echo "skipped: $reason (Debian: g++-aarch64-linux-gnu, qemu-user)"
+else
+  configure "$work/aarch64" -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+  build "$work/aarch64" --target colibri_core kernel_selftest
+  qemu-aarch64 -L /usr/aarch64-linux-gnu "$work/aarch64/kernel_selftest" || failed=1
+fi
+
+step "$([ $failed = 0 ] && echo passed || echo FAILED)"
+exit $failed
