@@ -83,53 +83,6 @@ def test_harmless_word_is_not_found(text: str) -> None:
     assert forbidden_words(text) == []
 
 
-def listed_sources(cmake: str) -> list[str]:
-    """Every source file that a list of sources names, in its order."""
-    return re.findall(r"^\s+(\S+\.cpp)$", cmake, re.MULTILINE)
-
-
-def test_every_native_source_is_listed_once() -> None:
-    listed = listed_sources((ROOT / "native" / "sources.cmake").read_text(encoding="utf8"))
-    present = sorted(str(path.relative_to(ROOT / "native")) for path in (ROOT / "native" / "src").rglob("*.cpp"))
-    assert sorted(listed) == present
-
-
-def out_of_place(path: str, text: str) -> list[str]:
-    """Includes of a native file that belong elsewhere: intrinsics in kernels/<isa>, pybind11 in bindings."""
-    found = re.findall(r"#\s*include\s*[<\"]([^>\"]+)[>\"]", text)
-    intrinsics = [name for name in found if re.fullmatch(r"(.*intrin|arm_neon|arm_acle|cpuid)\.h", name)]
-    bindings = [name for name in found if name.startswith("pybind11/") or name == "Python.h"]
-    return [
-        *(intrinsics if not re.match(r"src/kernels/(avx|amx|neon)\w*/", path) else []),
-        *(bindings if not path.startswith("src/bindings/") else []),
-    ]
-
-
-def test_intrinsics_and_bindings_stay_in_their_place() -> None:
-    native = ROOT / "native"
-    sources = [path for path in files() if path.suffix in (".cpp", ".h")]
-    found = {
-        str(path.relative_to(native)): out_of_place(str(path.relative_to(native)), path.read_text(encoding="utf8")) for path in sources
-    }
-    assert {path: names for path, names in found.items() if names} == {}
-
-
-@pytest.mark.parametrize(
-    ("path", "header", "is_out_of_place"),
-    [
-        ("src/model/step.cpp", "<immintrin.h>", True),
-        ("src/kernels/dispatch.cpp", "<x86intrin.h>", True),
-        ("src/kernels/scalar/table.cpp", "<arm_neon.h>", True),
-        ("src/kernels/avx512/table.cpp", "<immintrin.h>", False),
-        ("src/model/step.cpp", "<pybind11/numpy.h>", True),
-        ("src/bindings/engine.cpp", "<pybind11/numpy.h>", False),
-        ("src/io/repack.cpp", '"colibri/repack.h"', False),
-    ],
-)
-def test_planted_include_is_found(path: str, header: str, is_out_of_place: bool) -> None:
-    assert bool(out_of_place(path, f"// A file.\n#include {header}\n")) == is_out_of_place
-
-
 def test_no_placeholder_is_left() -> None:
     left = {str(path.relative_to(ROOT)): PLACEHOLDER.findall(path.read_text(encoding="utf8")) for path in files() if path.suffix == ".md"}
     assert {path: names for path, names in left.items() if names} == {}
