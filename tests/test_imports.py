@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import colibri_jax
 import pytest
+
+import colibri_jax
 
 PACKAGE = "colibri_jax"
 ROOT = Path(colibri_jax.__file__).parent
@@ -35,10 +36,11 @@ ALLOWED: dict[str, set[str]] = {
     "generate": LEAVES | {"reference", "container", "engine", "native", "load", "tokenizer"},
     "compare": LEAVES | {"reference", "container", "engine", "native", "load", "tokenizer", "generate"},
     "cli": LEAVES | {"", "reference", "container", "engine", "native", "load", "tokenizer", "generate", "compare"},
-    "": {"errors", "config", "routing_spec"},
+    "": {"errors", "config", "routing_spec", "load"},
 }
-# What a part may import for annotations only (`if TYPE_CHECKING`): the front door names everything and loads nothing.
-LAZY = {"": {"load", "native", "reference"}}
+# What a part may import for annotations (`if TYPE_CHECKING`) or by name (`importlib`) only: the front door names everything
+# and loads nothing.
+LAZY = {"": {"native", "reference"}}
 # The compiled extension belongs to one part.
 EXTENSION = "_native"
 EXTENSION_USERS = {"engine", "native"}
@@ -55,26 +57,29 @@ def modules(root: Path) -> Iterator[tuple[str, Path]]:
 
 def part_of(module: str) -> str:
     """The part that a module (dotted, below the package) belongs to."""
-    return "generate.protocol" if module == "generate.protocol" else module.split(".")[0]
+    return "generate.protocol" if module == "generate.protocol" else module.split(".", maxsplit=1)[0]
 
 
-def imports(tree: ast.AST, module: str, is_package: bool, typing_only: bool = False) -> Iterator[tuple[str, bool, int]]:
-    """Every imported name: (absolute dotted name, only for annotations, line). `from m import n` gives m.n."""
+def imports(tree: ast.AST, module: str, is_package: bool, deferred: bool = False) -> Iterator[tuple[str, bool, int]]:
+    """Every imported name: (absolute dotted name, for annotations or by name only, line). `from m import n` gives m.n."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, typing_only, node.lineno) for alias in node.names)
+            yield from ((alias.name, deferred, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parents = [PACKAGE, *(module.split(".") if module else [])]
                 parents = parents[: len(parents) - node.level + is_package]
                 base = ".".join([*parents, *([base] if base else [])])
-            yield from ((f"{base}.{alias.name}", typing_only, node.lineno) for alias in node.names)
+            yield from ((f"{base}.{alias.name}", deferred, node.lineno) for alias in node.names)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             yield from imports(ast.Module(node.body, []), module, is_package, True)
-            yield from imports(ast.Module(node.orelse, []), module, is_package, typing_only)
+            yield from imports(ast.Module(node.orelse, []), module, is_package, deferred)
         else:
-            yield from imports(node, module, is_package, typing_only)
+            if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+                names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+                yield from ((str(name), True, node.lineno) for name in names)
+            yield from imports(node, module, is_package, deferred)
 
 
 def violations(root: Path) -> list[str]:
@@ -88,7 +93,7 @@ def violations(root: Path) -> list[str]:
             found.append(f"{where}: part {part!r} has no place in the order of imports")
             continue
         tree = ast.parse(file.read_text(encoding="utf8"))
-        for name, typing_only, line in imports(tree, module, file.name == "__init__.py"):
+        for name, deferred, line in imports(tree, module, file.name == "__init__.py"):
             top, _, inner = name.partition(".")
             if top in ("jax", "jaxlib") and part not in JAX_USERS:
                 found.append(f"{where}:{line}: {part!r} imports jax")
@@ -102,7 +107,7 @@ def violations(root: Path) -> list[str]:
             while inner and inner not in known:
                 inner = inner.rpartition(".")[0]
             target = part_of(inner)
-            allowed = ALLOWED[part] | (LAZY.get(part, set()) if typing_only else set())
+            allowed = ALLOWED[part] | (LAZY.get(part, set()) if deferred else set())
             if target not in (part, *allowed):
                 found.append(f"{where}:{line}: {part!r} imports {target!r}")
     return found
@@ -139,10 +144,11 @@ def test_reference_and_engine_may_not_name_each_other() -> None:
         ("engine/session.py", "if TYPE_CHECKING:\n    from colibri_jax.reference import model", "'engine' imports 'reference'"),
         ("engine/session.py", "try:\n    import jax.numpy\nexcept ImportError:\n    pass", "'engine' imports jax"),
         ("reference/model.py", "from colibri_jax import _native", "'reference' imports the extension"),
+        ("reference/model.py", "import importlib\nx = importlib.import_module('colibri_jax.native').y", "'reference' imports 'native'"),
         ("quant.py", "from colibri_jax import config", "'quant' imports 'config'"),
         ("errors.py", "from . import quant", "'errors' imports 'quant'"),
         ("container/format.py", "from colibri_jax.generate import loop", "'container' imports 'generate'"),
-        ("__init__.py", "from colibri_jax.load import load", "'' imports 'load'"),
+        ("__init__.py", "from colibri_jax import native", "'' imports 'native'"),
         ("novelty.py", "import os", "part 'novelty' has no place"),
     ],
 )
@@ -209,4 +215,9 @@ def test_reference_works_without_the_extension() -> None:
 def test_public_surface() -> None:
     assert colibri_jax.__all__ == ["ModelConfig", "RouterSpec", "RoutingOptions", "Selection", "load", "native", "reference"]
     assert all(getattr(colibri_jax, name) is not None for name in colibri_jax.__all__)
-    assert callable(colibri_jax.load)
+
+
+@pytest.mark.parametrize("before", ["", "import colibri_jax.load\n", "from colibri_jax.load import load\n"])
+def test_load_is_the_function_whatever_was_imported_first(before: str) -> None:
+    # The submodule has the same name; its first import would put the module in the function's place.
+    loaded_after(f"{before}import colibri_jax\nassert colibri_jax.load.__class__.__name__ == 'function', colibri_jax.load")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+
 from colibri_jax import cli
 
 ROOT = Path(__file__).parents[1]
@@ -115,17 +116,18 @@ def command_group() -> click.Group:
 def unknown_commands(markdown: str) -> list[str]:
     """Commands of a document that name no make target, no subcommand, no flag, or no script."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf8"), re.MULTILINE))
-    known = command_group().commands
+    group = command_group()
+    context = click.Context(group)
     unknown = []
     for program, *words in commands(markdown):
         if program == "make":
             wrong = [word for word in words if "=" not in word and word not in targets]
         elif program == "python":
             wrong = [word for word in words[:1] if word.endswith(".py") and not (ROOT / word).exists()]
-        elif words[0] not in known:
+        elif (command := group.get_command(context, words[0])) is None:
             wrong = words[:1]
         else:
-            flags = {flag for option in known[words[0]].params for flag in (*option.opts, *option.secondary_opts)}
+            flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
             wrong = [word for word in words if word.startswith("--") and word.split("=")[0] not in flags]
         unknown += [f"{program} {' '.join(words)}: {word}" for word in wrong]
     return unknown
