@@ -41,7 +41,8 @@ def small_is_zero(x: float) -> float:
 @functools.lru_cache(maxsize=1 << 20)
 def exp(x: float) -> float:
     """exp of a double <= 0 in 30-bit fixed point; round() of a double is half-even and exact."""
-    x = max(x, -100.0)
+    if x < -100.0:
+        x = -100.0
     t = round(x * (1.4426950408889634 * 1073741824.0))
     k, f = t // 2**30, t % 2**30
     m = 15
