@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from colibri_jax.reference import exact
 
@@ -44,7 +45,7 @@ def denominator(frozen: jax.Array, before_S: jax.Array, after_S: jax.Array) -> j
 
 def largest(vote_E: jax.Array, among_E: jax.Array, n: jax.Array) -> jax.Array:
     """bool [E]: the n members of `among_E` with the largest votes (int64 >= 0), ties to the lowest id; all if fewer."""
-    lowest = jnp.iinfo(jnp.int64).max
+    lowest = np.iinfo(np.int64).max
     order = jnp.argsort(jnp.where(among_E, -vote_E, lowest), stable=True)
     first_n = jnp.arange(vote_E.shape[0]) < n
     return jnp.zeros_like(among_E).at[order].set(first_n) & among_E
