@@ -90,10 +90,11 @@ def test_each_planted_fault_is_seen(name: str, fault: Any, mass: list[tuple[Case
     assert any(oracle.select(*case.args).selection.differences(answer) for case, answer in mass)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_scores_are_summed_in_router_order_to_the_last_bit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another order moves Σ by a last bit of float64; a scale that puts a weight on a float32 midpoint makes that visible."""
-    z = np.random.default_rng(seed).normal(0, 2, (1, 64)).astype(np.float32)
+    # Scores of a narrow range add up exactly in any order; these spread over more than 2^29.
+    z = np.random.default_rng(seed).normal(-10, 10, (1, 64)).astype(np.float32)
     p = oracle.scores(z[0].tolist(), "sigmoid")
     order = sorted(range(64), key=lambda e: (-p[e], e))
     right, wrong = RIGHT_TOTAL(p, order), RIGHT_TOTAL(p, order[::-1])

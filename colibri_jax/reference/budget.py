@@ -29,7 +29,7 @@ class Ballot(NamedTuple):
     budget: jax.Array
 
 
-Policy = Callable[[Ballot], jax.Array]
+Rule = Callable[[Ballot], jax.Array]
 """Ballot -> bool [S, E], experts that each position may keep. All true where the budget does not act."""
 
 
@@ -59,4 +59,4 @@ def aggregate(ballot: Ballot) -> jax.Array:
     return jnp.broadcast_to(kept_E | ~acts, ballot.member_SE.shape)
 
 
-POLICIES: dict[str, Policy] = {"aggregate": aggregate}
+POLICIES: dict[str, Rule] = {"aggregate": aggregate}
