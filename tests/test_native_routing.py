@@ -1,4 +1,6 @@
-"""Native routing against cases worked out by hand from the rules: every expected value here is derived, none is recorded.
+"""Native routing against cases worked out by hand from the rules, then against the reference and the slow oracle on random ones.
+
+No expected value is recorded, each is derived.
 
 Scores that are exact by construction make that possible: a sigmoid logit of 0 scores 0.5, of 40 scores 1, of -110 scores 0.
 """
@@ -10,9 +12,13 @@ import math
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from colibri_jax import RouterSpec, RoutingOptions, Selection, _native, native
+from colibri_jax import RouterSpec, RoutingOptions, Selection, _native, native, reference
 from colibri_jax.errors import ConfigError, NonFiniteLogitError, OptionError, ShapeError
+from tests.oracles import selection as oracle
+from tests.strategies import Case, selection_cases
 
 LOGIT_OF_SCORE = {0.0: -110.0, 0.5: 0.0, 1.0: 40.0}
 SMALLEST_NORMAL = 2.0**-126
@@ -62,7 +68,7 @@ def flushed(value: float) -> np.float32:
 def test_sigmoid_scores_are_the_integer_rule_bit_for_bit(kind: str) -> None:
     rng = np.random.default_rng(7)
     logits = {
-        "fine": rng.normal(size=200) * 4,
+        "fine": rng.normal(size=4000) * 4,
         "eighths": rng.integers(-880, 881, 200) / 8,
         "tiny": rng.normal(size=200) * 1e-30,
         "huge": rng.normal(size=200) * 1e38,
@@ -153,6 +159,17 @@ def test_weights_are_normalised_only_as_the_model_says() -> None:
     assert select(logits, router(3, routed_scaling_factor=2.5)).weights.tolist() == [[1.25, 0.625, 0.625]]
     assert select(logits, router(3, norm_topk_prob=False, routed_scaling_factor=2.5)).weights.tolist() == [[2.5, 1.25, 1.25]]
     assert select(rows([0.0, 0.0]), router(2)).weights.tolist() == [[0.0, 0.0]]
+
+
+def test_weights_are_float64_arithmetic_rounded_once() -> None:
+    logits = np.random.default_rng(9).normal(size=(50, 6)).astype(np.float32)
+    chosen = select(logits, router(6, routed_scaling_factor=1.7))
+    bare = select(logits, router(6, norm_topk_prob=False))
+    for weights, scores in zip(chosen.weights, bare.weights.astype(float).tolist(), strict=True):
+        total = 0.0
+        for score in scores:
+            total += score
+        assert weights.tolist() == [float(np.float32(score * 1.7 / (total + 1e-20))) for score in scores]
 
 
 # ---- groups ---------------------------------------------------------------------------------------------------------
@@ -354,6 +371,46 @@ def test_native_names_the_experts_that_the_budget_removed() -> None:
         vote="weights",
     )
     assert fields["removed"].tolist() == [3]
+
+
+# ---- the whole, on cases nobody thought of ---------------------------------------------------------------------------
+
+
+@st.composite
+def few_shapes(draw: st.DrawFn) -> tuple[npt.NDArray[np.float32], RouterSpec, RoutingOptions]:
+    """Cases in shapes that the reference compiles four programs for: S 2 to 8, E up to 16, with and without groups."""
+    grouped = draw(st.booleans())
+    n_experts = 16 if grouped else draw(st.integers(1, 16))
+    grid = st.integers(-880, 880).map(lambda n: n / 8)
+    value = draw(st.sampled_from([st.sampled_from([0.0, -0.0, 0.125, 40.0, -110.0]), grid, st.floats(-9, 9, width=32)]))
+    drawn = [draw(st.lists(value, min_size=n_experts, max_size=n_experts)) for _ in range(draw(st.integers(2, 8)))]
+    spec = router(
+        draw(st.integers(1, 8 if grouped else n_experts)),
+        draw(st.none() | st.lists(value, min_size=n_experts, max_size=n_experts)),
+        score=draw(st.sampled_from(["sigmoid", "softmax"])),
+        n_group=4 if grouped else 1,
+        topk_group=draw(st.integers(2, 4)) if grouped else 1,
+        norm_topk_prob=draw(st.booleans()),
+        routed_scaling_factor=draw(st.sampled_from([1.0, 2.5, 2.0**-33])),
+    )
+    options = RoutingOptions(
+        expert_topk=draw(st.integers(0, 5)),
+        expert_topp=draw(st.sampled_from([0.0, 0.25, 1 / 3, 0.5, 0.9])),
+        budget=draw(st.integers(0, 12)),
+        denominator=draw(st.sampled_from(["survivors", "frozen"])),
+        vote=draw(st.sampled_from(["weights", "all_scores"])),
+    )
+    return np.array(drawn, np.float32), spec, options
+
+
+@given(few_shapes())
+def test_native_and_reference_are_equal_in_every_field(case: tuple[npt.NDArray[np.float32], RouterSpec, RoutingOptions]) -> None:
+    assert native.select_experts(*case).differences(reference.select_experts(*case)) == []
+
+
+@given(selection_cases(max_experts=64))
+def test_native_is_the_slow_oracle(case: Case) -> None:
+    assert native.select_experts(*case.args).differences(oracle.select(*case.args).selection) == []
 
 
 # ---- edges and errors -----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import io
+import json
 import math
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from colibri_jax import RouterSpec, RoutingOptions, Selection
@@ -139,3 +141,12 @@ def test_a_rare_event_fails_the_run() -> None:
     assert tally.failures() == ["group tie: 4999 cases, 5000 required"]
     tally.coarse_cases = 29_999
     assert len(tally.failures()) == 2
+
+
+def test_the_command_prints_json_and_fails_where_the_hard_cases_are_missing() -> None:
+    result = CliRunner().invoke(sc.main, ["--cases", "25", "--json"])
+    assert result.exit_code == 1, "25 cases of one position each hold no group tie"
+    found = json.loads(result.stdout)
+    assert (found["cases"], found["differing_cases"], found["misread_cases"]) == (25, 0, 0)
+    assert set(found["events"]) == set(sc.EVENTS)
+    assert any(failure.startswith("group tie") for failure in found["failures"])

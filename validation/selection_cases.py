@@ -321,7 +321,9 @@ def main(cases: int, seed: int, as_json: bool) -> None:
     tally = compare(cases, seed, {"reference": by_reference, "native": by_native}, Console(stderr=True))
     failures = tally.failures()
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(tally) | {"seed": seed, "failures": failures}))
+        # Not asdict: it would make a Counter of a Counter's pairs.
+        found = vars(tally) | {"first_differences": [vars(difference) for difference in tally.first_differences]}
+        click.echo(json.dumps(found | {"seed": seed, "failures": failures}))
     else:
         _print(tally, Console())
     for failure in failures:
