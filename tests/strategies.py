@@ -16,7 +16,7 @@ from tests.oracles import selection as oracle
 T = TypeVar("T")
 
 # (E, n_group) of grouped routers: few, because each compiles its own program.
-GROUPED = ((4, 2), (12, 3), (16, 8), (64, 8), (256, 8))
+GROUPED = ((12, 3), (16, 8), (64, 8), (256, 8))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,7 +144,7 @@ def _logits(c: Chooser, positions: int, experts: int) -> npt.NDArray[np.float32]
         "to 110": lambda: rng.uniform(-110, 110, shape),
         "coarse to 110": lambda: rng.integers(-880, 881, shape) / 8,
         # Sigmoid and softmax around the smallest normal float32, exp(-87.34).
-        "subnormal edge": lambda: rng.choice([-87.25, -87.375, -88.0, -87.33654475, -87.3365446, 0.0], shape) + rng.choice([0.0, 1e-6], shape),
+        "subnormal edge": lambda: rng.choice([-87.25, -87.375, -88.0, -87.33654475, -87.3365446, 0.0], shape),
     }
     return np.asarray(values[c.pick(tuple(values))](), np.float32)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from colibri_jax.reference import exact
 
@@ -28,7 +29,7 @@ class Ballot(NamedTuple):
     budget: jax.Array
 
 
-Policy = Callable[[Ballot], jax.Array]
+Rule = Callable[[Ballot], jax.Array]
 """Ballot -> bool [S, E], experts that each position may keep. All true where the budget does not act."""
 
 
@@ -44,7 +45,7 @@ def denominator(frozen: jax.Array, before_S: jax.Array, after_S: jax.Array) -> j
 
 def largest(vote_E: jax.Array, among_E: jax.Array, n: jax.Array) -> jax.Array:
     """bool [E]: the n members of `among_E` with the largest votes (int64 >= 0), ties to the lowest id; all if fewer."""
-    lowest = jnp.iinfo(jnp.int64).max
+    lowest = np.iinfo(np.int64).max
     order = jnp.argsort(jnp.where(among_E, -vote_E, lowest), stable=True)
     first_n = jnp.arange(vote_E.shape[0]) < n
     return jnp.zeros_like(among_E).at[order].set(first_n) & among_E
@@ -58,4 +59,4 @@ def aggregate(ballot: Ballot) -> jax.Array:
     return jnp.broadcast_to(kept_E | ~acts, ballot.member_SE.shape)
 
 
-POLICIES: dict[str, Policy] = {"aggregate": aggregate}
+POLICIES: dict[str, Rule] = {"aggregate": aggregate}

@@ -6,7 +6,6 @@ for NumPy, and `select_many` for thousands of cases; both pad shapes, so that fe
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,32 +18,14 @@ import numpy.typing as npt
 
 from colibri_jax.errors import NonFiniteLogitError, OptionError
 from colibri_jax.reference import budget, exact
-from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Score, Selection, check_logits
-
-
-@dataclasses.dataclass(frozen=True)
-class Structure:
-    """What a compiled program depends on, beside the shapes of its arrays.
-
-    Attributes:
-        score: sigmoid or softmax.
-        n_group: groups that E is divided into.
-        slots: width of the answer, at least K.
-        policy: a key of `budget.POLICIES`.
-    """
-
-    score: Score
-    n_group: int
-    slots: int
-    policy: str
+from colibri_jax.routing_spec import Policy, RouterSpec, RoutingOptions, Score, Selection, check_logits
 
 
 class Controls(NamedTuple):
     """Router and options as numbers, which may be traced: a compiled program serves all their values."""
 
-    bias_E: jax.Array | npt.NDArray[np.float32]
     n_experts: npt.ArrayLike
-    """Real experts; the ones after them are padding (only where there are no groups)."""
+    """Real experts; the ones after them only pad the shape (where there are no groups)."""
     top_k: npt.ArrayLike
     """Experts per position after TOPK."""
     topk_group: npt.ArrayLike
@@ -104,32 +85,38 @@ def select_many(cases: Sequence[tuple[npt.ArrayLike, RouterSpec, RoutingOptions]
     Raises:
         As `select_experts`, before anything is computed.
     """
-    queues: dict[tuple[Structure, int, int], list[int]] = defaultdict(list)
-    prepared = []
+    queues: dict[tuple[Score, int, int, int, int, Policy], list[int]] = defaultdict(list)
+    arrays = []
     for i, (values, router, options) in enumerate(cases):
         logits = check_logits(values, router)
         _raise_if_nonfinite(logits)
-        structure, rows, experts = _padded(logits.shape, router, options)
-        prepared.append((logits, controls_of(router, options, logits.shape[1], padded=experts)))
-        queues[structure, rows, experts].append(i)
+        arrays.append((logits, controls_of(router, options, logits.shape[1])))
+        rows, experts = _bucket(logits.shape[0], 8, 8), _expert_bucket(logits.shape[1])
+        slots = min(_expert_bucket(router.top_k), experts)
+        # Groups divide E, so that only routers without groups can share a padded one before the groups are chosen.
+        scored_experts = experts if router.n_group == 1 else logits.shape[1]
+        queues[router.score, router.n_group, scored_experts, rows, slots, options.policy].append(i)
 
     answers: dict[int, Selection] = {}
-    for (structure, rows, experts), queue in queues.items():
+    for (score, n_group, experts, rows, slots, policy), queue in queues.items():
+        score_program, route_program = _score_program(score, n_group), _route_program(slots, policy)
         for start in range(0, len(queue), batch):
             members = queue[start : start + batch]
             filled = members + members[:1] * (batch - len(members))
-            logits_BSE = np.zeros((batch, rows, experts), np.float32)
+            logits_BSE, bias_BE = np.zeros((batch, rows, experts), np.float32), np.zeros((batch, experts), np.float32)
             real_BS = np.zeros((batch, rows), bool)
             for b, i in enumerate(filled):
-                s, e = prepared[i][0].shape
-                logits_BSE[b, :s, :e] = prepared[i][0]
-                real_BS[b, :s] = True
-            stacked = Controls(*(np.stack(column) for column in zip(*(prepared[i][1] for i in filled), strict=True)))
+                logits, bias = arrays[i][0], cases[i][1].bias
+                logits_BSE[b, : logits.shape[0], : logits.shape[1]] = logits
+                real_BS[b, : logits.shape[0]] = True
+                if bias is not None:
+                    bias_BE[b, : bias.size] = bias
+            controls = Controls(*(np.stack(column) for column in zip(*(arrays[i][1] for i in filled), strict=True)))
             with jax.enable_x64(True):
-                cores = jax.device_get(_compiled(structure)(logits_BSE, stacked, real_BS))
+                cores = jax.device_get(route_program(score_program(logits_BSE, bias_BE, controls, real_BS), controls, real_BS))
             for b, i in enumerate(members):
                 core = CoreSelection(*(field[b] for field in cores))
-                answers[i] = to_selection(core, positions=prepared[i][0].shape[0], top_k=cases[i][1].top_k)
+                answers[i] = to_selection(core, positions=arrays[i][0].shape[0], top_k=cases[i][1].top_k)
     return [answers[i] for i in range(len(cases))]
 
 
@@ -155,22 +142,23 @@ def select_core(
         ConfigError, ShapeError: the router does not fit E.
         A logit that is not finite is reported in `nonfinite`; the other fields then mean nothing.
     """
-    n_experts = logits_SE.shape[1]
-    router.check_experts(n_experts)
-    structure = Structure(score=router.score, n_group=router.n_group, slots=router.top_k, policy=options.policy)
-    controls = controls_of(router, options, n_experts, padded=n_experts)
-    if bias_E is not None:
-        controls = controls._replace(bias_E=bias_E)
-    return route(structure, logits_SE, controls, jnp.ones(logits_SE.shape[0], bool) if real_S is None else real_S)
+    router.check_experts(logits_SE.shape[1])
+    controls = controls_of(router, options, logits_SE.shape[1])
+    if bias_E is None:
+        bias_E = jnp.zeros(logits_SE.shape[1], jnp.float32) if router.bias is None else jnp.asarray(router.bias)
+    if real_S is None:
+        real_S = jnp.ones(logits_SE.shape[0], bool)
+    scored = score_experts(logits_SE, bias_E, controls, real_S, score=router.score, n_group=router.n_group)
+    return route(scored, controls, real_S, slots=router.top_k, policy=options.policy)
 
 
-def controls_of(router: RouterSpec, options: RoutingOptions, n_experts: int, *, padded: int) -> Controls:
-    """Router and options as NumPy numbers, the bias padded to `padded` experts."""
-    bias_E = np.zeros(padded, np.float32)
-    if router.bias is not None:
-        bias_E[:n_experts] = router.bias
+def controls_of(router: RouterSpec, options: RoutingOptions, n_experts: int) -> Controls:
+    """Router and options as NumPy numbers.
+
+    Raises:
+        OptionError: the budget is a list.
+    """
     return Controls(
-        bias_E=bias_E,
         n_experts=np.int32(n_experts),
         top_k=np.int32(min(options.expert_topk or router.top_k, router.top_k)),
         topk_group=np.int32(router.topk_group),
@@ -184,35 +172,51 @@ def controls_of(router: RouterSpec, options: RoutingOptions, n_experts: int, *, 
     )
 
 
-def route(structure: Structure, logits_SE: jax.Array, controls: Controls, real_S: jax.Array) -> CoreSelection:
-    """`select_core` with numbers that may be traced. All scores, choices and weights are float32 values in float64."""
-    if not jax.config.jax_enable_x64:
-        raise OptionError("routing is defined in 64-bit arithmetic", where="jax.enable_x64", expected=True, got=False)
-    S, E = logits_SE.shape
-    experts_E = jnp.arange(E)
-    valid_E = experts_E < jnp.asarray(controls.n_experts)
-    valid_SE = real_S[:, None] & valid_E
-    score_SE = exact.sigmoid(logits_SE) if structure.score == "sigmoid" else exact.softmax(logits_SE, valid_E)
-    choice_SE = exact.add_float32(score_SE, exact.widen(jnp.asarray(controls.bias_E)))
+class Scored(NamedTuple):
+    """One step's experts before any is chosen: float32 values as float64, and who may be chosen at all, each [S, E]."""
 
-    # Router order: the first top_k keys, descending. A slot is one of a position's K places in that order.
-    eligible_SE = valid_SE & eligible_by_group(choice_SE, structure.n_group, jnp.asarray(controls.topk_group))
+    score_SE: jax.Array
+    choice_SE: jax.Array
+    eligible_SE: jax.Array
+    nonfinite: jax.Array
+
+
+def score_experts(logits_SE: jax.Array, bias_E: jax.Array, controls: Controls, real_S: jax.Array, *, score: Score, n_group: int) -> Scored:
+    """Scores, choices and the group limit. Arguments as in `select_core`; controls may be traced.
+
+    Raises:
+        OptionError: 64-bit arithmetic is off.
+    """
+    if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise OptionError("routing is defined in 64-bit arithmetic", where="jax.enable_x64", expected=True, got=False)
+    valid_E = jnp.arange(logits_SE.shape[1]) < jnp.asarray(controls.n_experts)
+    valid_SE = real_S[:, None] & valid_E
+    score_SE = exact.sigmoid(logits_SE) if score == "sigmoid" else exact.softmax(logits_SE, valid_E)
+    choice_SE = exact.add_float32(score_SE, exact.widen(bias_E))
+    eligible_SE = valid_SE & eligible_by_group(choice_SE, n_group, jnp.asarray(controls.topk_group))
+    return Scored(score_SE, choice_SE, eligible_SE, first_nonfinite(logits_SE, valid_SE))
+
+
+def route(scored: Scored, controls: Controls, real_S: jax.Array, *, slots: int, policy: Policy) -> CoreSelection:
+    """Everything after the scores. A *slot* is one of a position's places in router order, at least K of them."""
+    score_SE, choice_SE, eligible_SE, nonfinite = scored
+    experts_E = jnp.arange(score_SE.shape[1])
     key_SE = exact.sort_keys(choice_SE, experts_E, eligible_SE)
-    key_SK = exact.descending(key_SE)[:, : structure.slots]
-    in_slot_SK = real_S[:, None] & (jnp.arange(structure.slots) < jnp.asarray(controls.top_k))
+    key_SK = exact.descending(key_SE)[:, :slots]
+    in_slot_SK = real_S[:, None] & (jnp.arange(slots) < jnp.asarray(controls.top_k))
     ids_SK = exact.key_index(key_SK)
     score_SK = jnp.take_along_axis(score_SE, ids_SK, axis=1)
     member_SE = eligible_SE & (key_SE >= jnp.take(key_SK, jnp.asarray(controls.top_k) - 1, axis=1)[:, None])
 
-    bound_S = topp_bound(score_SK, ids_SK, in_slot_SK, jnp.asarray(controls.topp))[:, None]
-    before_SK = in_slot_SK & (exact.sort_keys(score_SK, ids_SK, in_slot_SK) >= bound_S)
-    member_SE &= exact.sort_keys(score_SE, experts_E, member_SE) >= bound_S
+    bound_S1 = topp_bound(score_SK, ids_SK, in_slot_SK, jnp.asarray(controls.topp))[:, None]
+    before_SK = in_slot_SK & (exact.sort_keys(score_SK, ids_SK, in_slot_SK) >= bound_S1)
+    member_SE &= exact.sort_keys(score_SE, experts_E, member_SE) >= bound_S1
 
     sum_before_S = ordered_sum(score_SK, before_SK)
     weight_SE = jnp.where(member_SE, weight(score_SE, sum_before_S[:, None], controls), 0.0)
     vote_SE = budget.votes(jnp.asarray(controls.all_scores), weight_SE, jnp.where(real_S[:, None], score_SE, 0.0))
     ballot = budget.Ballot(member_SE, weight_SE, vote_SE, jnp.asarray(controls.budget))
-    allowed_SE = budget.POLICIES[structure.policy](ballot)
+    allowed_SE = budget.POLICIES[policy](ballot)
 
     # Step 5 again for everyone: a position that lost nothing has the same sum, and so the same weights, as before.
     after_SK = before_SK & jnp.take_along_axis(allowed_SE, ids_SK, axis=1)
@@ -229,7 +233,7 @@ def route(structure: Structure, logits_SE: jax.Array, controls: Controls, real_S
         emptied_positions=(real_S & ~after_SK.any(axis=1)).sum(dtype=jnp.int64),
         mass_before=jnp.where(before_SK, units_SK, 0).sum(),
         mass_used=jnp.where(after_SK, units_SK, 0).sum(),
-        nonfinite=first_nonfinite(logits_SE, valid_SE),
+        nonfinite=nonfinite,
     )
 
 
@@ -253,7 +257,7 @@ def topp_bound(score_SK: jax.Array, ids_SK: jax.Array, in_slot_SK: jax.Array, to
     short_SK = sums_SK < topp * sums_SK[:, -1:]
     last_kept_S = jnp.take_along_axis(key_SK, short_SK.sum(axis=1)[:, None], axis=1)[:, 0]
     off = (topp <= 0.0) | (topp >= 1.0)
-    return jnp.where(off, jnp.iinfo(jnp.int64).min, last_kept_S)
+    return jnp.where(off, np.iinfo(np.int64).min, last_kept_S)
 
 
 def ordered_sum(score_SK: jax.Array, used_SK: jax.Array) -> jax.Array:
@@ -315,24 +319,31 @@ def _nonfinite(position: int, expert: int, got: object) -> NonFiniteLogitError:
     return NonFiniteLogitError("router logit is not finite", where=f"position {position}, expert {expert}", expected="finite", got=got)
 
 
-def _padded(shape: tuple[int, ...], router: RouterSpec, options: RoutingOptions) -> tuple[Structure, int, int]:
-    """Program and padded (S, E) of one case. Groups fix E, because they divide it."""
-    experts = shape[1] if router.n_group > 1 else _bucket(shape[1], 16)
-    slots = min(_bucket(router.top_k, 16), experts)
-    return Structure(router.score, router.n_group, slots, options.policy), _bucket(shape[0], 1, 8), experts
-
-
-def _bucket(n: int, *sizes: int) -> int:
-    """The first of `sizes` that holds n, or else the last of them times the power of four that does."""
-    for size in sizes:
-        if n <= size:
-            return size
-    size = sizes[-1]
+def _bucket(n: int, smallest: int, step: int) -> int:
+    """The shape that n is padded to: the first of smallest · step^i that holds it."""
+    size = smallest
     while size < n:
-        size *= 4
+        size *= step
     return size
 
 
+def _expert_bucket(n: int) -> int:
+    return _bucket(n, 16, 4)
+
+
 @functools.cache
-def _compiled(structure: Structure) -> Any:
-    return jax.jit(jax.vmap(functools.partial(route, structure)))
+def _score_program(score: Score, n_group: int) -> Any:
+    """Batched `score_experts`, its answers padded to the experts that `_route_program` shares between routers."""
+
+    def run(logits_SE: jax.Array, bias_E: jax.Array, controls: Controls, real_S: jax.Array) -> Scored:
+        scored = score_experts(logits_SE, bias_E, controls, real_S, score=score, n_group=n_group)
+        missing = _expert_bucket(logits_SE.shape[1]) - logits_SE.shape[1]
+        pad = functools.partial(jnp.pad, pad_width=((0, 0), (0, missing)))
+        return Scored(pad(scored.score_SE), pad(scored.choice_SE), pad(scored.eligible_SE), scored.nonfinite)
+
+    return jax.jit(jax.vmap(run))
+
+
+@functools.cache
+def _route_program(slots: int, policy: Policy) -> Any:
+    return jax.jit(jax.vmap(functools.partial(route, slots=slots, policy=policy)))
