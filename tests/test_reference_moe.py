@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from colibri_jax.quant import quantize_int4
 from colibri_jax.reference.moe import MLPWeights, MoEWeights, mlp, moe, router_logits, weights_by_expert
+from colibri_jax.reference.quantized import grouped, stack_to_device
 from colibri_jax.routing_spec import Selection
+from tests.oracles.quantized_product import quantized_product
 
 WIDTH, HIDDEN, EXPERTS, ROWS = 11, 7, 6, 5
 EPS32 = np.finfo(np.float32).eps
@@ -118,6 +121,23 @@ def test_router_logits_sum_in_float64_and_round_once() -> None:
     exact = (x.astype(np.float64) @ weight.astype(np.float64).T).astype(np.float32)
     # Two float64 orders can fall on both sides of a float32 midpoint only with odds of about 200 * 2^-29 per value.
     np.testing.assert_array_equal(np.asarray(router_logits(x, weight)), exact)
+
+
+def test_products_of_a_compiled_expert_are_bit_equal_to_the_oracle() -> None:
+    """Inside the loop over experts, with everything around them, quantised products keep their roundings."""
+    rng = np.random.default_rng(6)
+    matrices = [
+        [quantize_int4(rng.standard_normal(shape).astype(np.float32), 16) for shape in ((40, 50), (40, 50), (50, 40))] for _ in range(3)
+    ]
+    stack = MLPWeights(*(stack_to_device([grouped(expert[part]) for expert in matrices]) for part in range(3)))
+    x = rng.standard_normal((4, 50)).astype(np.float32)
+    gated = jax.jit(lambda gate, up: jax.nn.silu(gate) * up)
+    for index, (gate, up, down) in enumerate(matrices):
+        hidden = gated(quantized_product(x, gate), quantized_product(x, up))
+        expected = quantized_product(np.asarray(hidden), down)
+        weights = np.zeros((4, 3), np.float32)
+        weights[:, index] = 1.0
+        np.testing.assert_array_equal(np.asarray(compiled_moe(x, MoEWeights(stack, None), weights)), expected)
 
 
 def test_mlp_is_gated_by_silu() -> None:

@@ -191,11 +191,14 @@ def run_layer(
     Raises:
         NonFiniteActivationError: attention or the experts made a value that is not finite.
         NonFiniteLogitError: from `select`, naming the layer as well.
+        ShapeError: `attended_TS` or the selection does not fit the step.
     """
     n_rows, n_total = hidden_TD.shape[0], start + hidden_TD.shape[0]
     rows, cached = bucket(n_rows), max(bucket(max(n_total, cache.latent_SC.shape[0])), _SMALLEST_CACHE_BUCKET)
     if geometry.indexer is not None and layer.attention.indexer is None and attended_TS is None:
         raise ShapeError("a layer that shares its choice of positions needs one", where=layer.name, expected="attended_TS", got="nothing")
+    if attended_TS is not None and attended_TS.shape != (n_rows, n_total):
+        raise ShapeError("attended_TS", where=layer.name, expected=[n_rows, n_total], got=list(attended_TS.shape))
     given = None if attended_TS is None else jnp.asarray(_fit(_fit(np.asarray(attended_TS, bool), rows, 0), cached, 1))
     steps = np.minimum(np.arange(start, start + rows), rope[0].shape[0] - 1)
     hidden, mlp_input, new_cache, attended = _attention_block(
@@ -222,6 +225,11 @@ def run_layer(
         except NonFiniteLogitError as error:
             where = f"{layer.name}, {error.where}"
             raise NonFiniteLogitError(error.what, where=where, expected=error.expected, got=error.got) from error
+        if selection.ids.shape[0] != n_rows or selection.ids.max() >= logits_TE.shape[1]:
+            expected = f"{n_rows} rows of ids below {logits_TE.shape[1]}"
+            raise ShapeError(
+                "selection", where=layer.name, expected=expected, got=f"{selection.ids.shape[0]} rows up to {selection.ids.max()}"
+            )
         hidden = _moe_block(hidden, mlp_input, *_experts_of(layer, selection, rows))
     result_TD = np.asarray(hidden)[:n_rows]
     check_finite(result_TD, f"{layer.name}, MLP")

@@ -171,8 +171,8 @@ def quantized_product(x_TX: jax.Array, matrix: Quantized) -> jax.Array:
 
     start_TY = jnp.broadcast_to(jax.lax.bitcast_convert_type(matrix.zero, jnp.float32), (x_TX.shape[0], matrix.q_GYZ.shape[1]))
     groups = (q_TGZ.transpose(1, 0, 2), scales_TG.T, matrix.q_GYZ, matrix.scales_GY)
-    sum_TY, _ = jax.lax.scan(add_group, start_TY, groups)
-    return sum_TY
+    total_TY: jax.Array = jax.lax.scan(add_group, start_TY, groups)[0]
+    return total_TY
 
 
 def zero_of(matrix: Matrix) -> jax.Array | None:
