@@ -44,68 +44,50 @@ uint64_t interleave_nibbles(uint64_t x) {
     return (x & 0xF00FF00FF00FF00Fu) | ((x & 0x0F000F000F000F00u) >> 4) | ((x & 0x00F000F000F000F0u) << 4);
 }
 
-// One row's part of one int4 group: `group / 8` words of four bytes, each into its vector.
+// Adds one row's part of one group to its vectors: the source goes on in words, the vectors lie 64 bytes apart.
 void scatter_int4(const uint8_t* src, int64_t group, uint8_t* out) {
     for (int64_t t = 0; t < group / 8; t += 2, src += 8, out += 2 * kVector) {
         uint64_t pair;
         std::memcpy(&pair, src, 8);
         pair = interleave_nibbles(pair);
-        std::memcpy(out, &pair, 4);
-        pair >>= 32;
-        std::memcpy(out + kVector, &pair, 4);
+        const auto low = static_cast<uint32_t>(pair), high = static_cast<uint32_t>(pair >> 32);
+        std::memcpy(out, &low, 4);
+        std::memcpy(out + kVector, &high, 4);
     }
 }
 
-void repack_int4(const StoredMatrix& m, const uint8_t* weights, const uint8_t* scales, uint8_t* out) {
-    const int64_t group = group_of(m), groups = ceil_div(m.cols, group), row_bytes = ceil_div(m.cols, 2);
-    const int64_t record = kRows * group / 2 + kRows * 4;
-    std::array<uint8_t, 128> tail;  // the last group of a row, filled up with nibbles 8
-    for (int64_t block = 0; block * kRows < m.rows; ++block, out += groups * record) {
-        for (int64_t r = 0; r < kRows; ++r) {
-            const int64_t row = block * kRows + r;
-            const uint8_t* src = weights + row * row_bytes;
-            for (int64_t g = 0; g < groups; ++g) {
-                uint8_t* into = out + g * record;
-                const int64_t present = row < m.rows ? std::min(group, m.cols - g * group) : 0;
-                if (present == group) {
-                    scatter_int4(src + g * group / 2, group, into + 4 * r);
-                } else {
-                    tail.fill(0x88);
-                    std::copy_n(src + (present ? g * group / 2 : 0), ceil_div(present, 2), tail.begin());
-                    // An odd row ends in the middle of a byte, whose other nibble means nothing.
-                    if (present % 2)
-                        tail[static_cast<size_t>(present / 2)] =
-                            static_cast<uint8_t>((tail[static_cast<size_t>(present / 2)] & 15) | 0x80);
-                    scatter_int4(tail.data(), group, into + 4 * r);
-                }
-                uint8_t* scale = into + kRows * group / 2 + 4 * r;
-                if (row < m.rows)
-                    std::memcpy(scale, scales + 4 * (m.group_size ? row * groups + g : row), 4);
-                else
-                    std::memset(scale, 0, 4);
-            }
-        }
+void scatter_int8(const uint8_t* src, uint8_t* out) {
+    for (int64_t t = 0; t < kRowScaleGroup / 4; ++t, src += 4, out += kVector) {
+        uint32_t word;
+        std::memcpy(&word, src, 4);
+        word ^= 0x80808080u;
+        std::memcpy(out, &word, 4);
     }
 }
 
-void repack_int8(const StoredMatrix& m, const uint8_t* weights, const uint8_t* scales, uint8_t* out) {
-    const int64_t words = ceil_div(m.cols, kRowScaleGroup) * kRowScaleGroup / 4;
-    for (int64_t block = 0; block * kRows < m.rows; ++block, out += kRows * 4 + words * kVector) {
-        for (int64_t r = 0; r < kRows; ++r) {
-            const int64_t row = block * kRows + r;
-            if (row < m.rows)
-                std::memcpy(out + 4 * r, scales + 4 * row, 4);
-            else
-                std::memset(out + 4 * r, 0, 4);
-            uint8_t* into = out + kRows * 4 + 4 * r;
-            for (int64_t t = 0; t < words; ++t, into += kVector) {
-                uint32_t word = 0;  // missing elements are zero weights
-                const int64_t present = row < m.rows ? std::clamp<int64_t>(m.cols - 4 * t, 0, 4) : 0;
-                if (present > 0) std::memcpy(&word, weights + row * m.cols + 4 * t, static_cast<size_t>(present));
-                word ^= 0x80808080u;
-                std::memcpy(into, &word, 4);
-            }
-        }
+// A row's part of a group that the matrix does not fill, filled up with zero weights.
+void scatter_partial(const StoredMatrix& m, const uint8_t* src, int64_t present, uint8_t* out) {
+    std::array<uint8_t, 128> filled;
+    if (m.bits == 8) {
+        filled.fill(0);
+        std::copy_n(src, present, filled.begin());
+        return scatter_int8(filled.data(), out);
+    }
+    filled.fill(0x88);
+    std::copy_n(src, ceil_div(present, 2), filled.begin());
+    // An odd row ends in the middle of a byte, whose other nibble means nothing.
+    uint8_t& last = filled[static_cast<size_t>(present / 2)];
+    if (present % 2) last = static_cast<uint8_t>((last & 0x0F) | 0x80);
+    scatter_int4(filled.data(), group_of(m), out);
+}
+
+// Scales of one column of `scales` [rows][stride] for the rows of a block.
+void copy_scales(const uint8_t* scales, int64_t stride, int64_t first_row, int64_t rows, uint8_t* out) {
+    for (int64_t r = 0; r < kRows; ++r) {
+        if (first_row + r < rows)
+            std::memcpy(out + 4 * r, scales + 4 * (first_row + r) * stride, 4);
+        else
+            std::memset(out + 4 * r, 0, 4);
     }
 }
 
@@ -131,7 +113,33 @@ int64_t rows16_bytes(const StoredMatrix& m) {
 }
 
 void repack_rows16(const StoredMatrix& m, const uint8_t* weights, const uint8_t* scales, uint8_t* out) {
-    (m.bits == 8 ? repack_int8 : repack_int4)(m, weights, scales, out);
+    const int64_t group = group_of(m), groups = ceil_div(m.cols, group);
+    const int64_t row_bytes = m.bits == 8 ? m.cols : ceil_div(m.cols, 2), group_bytes = m.bits == 8 ? group : group / 2;
+    for (int64_t first = 0; first < m.rows; first += kRows) {
+        if (m.bits == 8) {
+            copy_scales(scales, 1, first, m.rows, out);
+            out += 4 * kRows;
+        }
+        // A group of all rows is done before the next group: what is written stays in the nearest cache.
+        for (int64_t g = 0; g < groups; ++g) {
+            const int64_t in_group = std::min(group, m.cols - g * group);
+            for (int64_t r = 0; r < kRows; ++r) {
+                const int64_t present = first + r < m.rows ? in_group : 0;
+                const uint8_t* src = present ? weights + (first + r) * row_bytes + g * group_bytes : weights;
+                if (present < group)
+                    scatter_partial(m, src, present, out + 4 * r);
+                else if (m.bits == 8)
+                    scatter_int8(src, out + 4 * r);
+                else
+                    scatter_int4(src, group, out + 4 * r);
+            }
+            out += kRows * group_bytes;
+            if (m.bits == 4) {
+                copy_scales(m.group_size ? scales + 4 * g : scales, m.group_size ? groups : 1, first, m.rows, out);
+                out += 4 * kRows;
+            }
+        }
+    }
 }
 
 }  // namespace colibri
