@@ -82,6 +82,8 @@ def select_experts(
 def select_many(cases: Sequence[tuple[npt.ArrayLike, RouterSpec, RoutingOptions]], *, batch: int = 64) -> list[Selection]:
     """`select_experts` of many independent steps, compiled once per padded shape and run `batch` at a time.
 
+    All cases and answers are held at once; a caller with very many hands them over in portions of some thousands.
+
     Raises:
         As `select_experts`, before anything is computed.
     """
