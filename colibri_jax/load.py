@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from colibri_jax.container.reader import Container
 from colibri_jax.container.source import SourceCheckpoint
@@ -99,7 +98,7 @@ def is_container(path: Path) -> bool:
 
 
 def _load_native(
-    container: Container, precision: Precision, routing: RoutingOptions, scopes: frozenset[Scope], options: Mapping[str, object]
+    container: Container, precision: Precision, routing: RoutingOptions, scopes: frozenset[Scope], options: Mapping[str, Any]
 ) -> NativeModel:
     from colibri_jax.engine.options import EngineOptions
     from colibri_jax.engine.session import NativeModel
@@ -107,7 +106,7 @@ def _load_native(
     if precision == "full":
         raise OptionError("the native engine computes with quantised weights", where="precision", expected="w4a8 or w4a32", got=precision)
     _check_budgets(routing, len(container.config.moe_layers))
-    return NativeModel(container, dataclasses.replace(EngineOptions(precision=precision), **options), routing=routing, budget_scopes=scopes)
+    return NativeModel(container, EngineOptions(precision=precision, **options), routing=routing, budget_scopes=scopes)
 
 
 def _load_reference(

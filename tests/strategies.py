@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
+from oracles import selection as oracle
 
 from colibri_jax.routing_spec import RouterSpec, RoutingOptions
-from tests.oracles import selection as oracle
 
 T = TypeVar("T")
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from colibri_jax._native import kernels as native
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import kernels as oracle
 
 from colibri_jax import quant
+from colibri_jax._native import kernels as native
 from colibri_jax.errors import NonFiniteActivationError, OptionError, ShapeError
-from tests.oracles import kernels as oracle
 
 Array = npt.NDArray[Any]
 f32 = np.float32

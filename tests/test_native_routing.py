@@ -14,11 +14,11 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import selection as oracle
+from strategies import Case, selection_cases
 
 from colibri_jax import RouterSpec, RoutingOptions, Selection, _native, native, reference
 from colibri_jax.errors import ConfigError, NonFiniteLogitError, OptionError, ShapeError
-from tests.oracles import selection as oracle
-from tests.strategies import Case, selection_cases
 
 LOGIT_OF_SCORE = {0.0: -110.0, 0.5: 0.0, 1.0: 40.0}
 SMALLEST_NORMAL = 2.0**-126

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from oracles import random_glm
 
 from colibri_jax.config import ModelConfig
 from colibri_jax.errors import (
@@ -24,7 +25,6 @@ from colibri_jax.reference import ReferenceModel
 from colibri_jax.reference.layer import LayerCache
 from colibri_jax.routing_spec import RoutingOptions
 from colibri_jax.tensors import tensor_specs
-from tests.oracles import random_glm
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens" / "glm_moe_dsa.npz"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from oracles.quantized_product import quantized_product
 
 from colibri_jax.quant import quantize_int4
 from colibri_jax.reference.moe import MLPWeights, MoEWeights, mlp, moe, router_logits, weights_by_expert
 from colibri_jax.reference.quantized import grouped, stack_to_device
 from colibri_jax.routing_spec import Selection
-from tests.oracles.quantized_product import quantized_product
 
 WIDTH, HIDDEN, EXPERTS, ROWS = 11, 7, 6, 5
 EPS32 = np.finfo(np.float32).eps

@@ -6,11 +6,11 @@ import pathlib
 
 import numpy as np
 import pytest
+from oracles import random_glm
 
 from colibri_jax.config import ModelConfig
 from colibri_jax.errors import ConfigError, RewindError, ShapeError, TokenError
 from colibri_jax.reference import ReferenceModel
-from tests.oracles import random_glm
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens" / "glm_moe_dsa.npz"
 TOLERANCE = 2e-5  # of the largest logit, as for the trunk

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles import quantized_product as oracle
 
 from colibri_jax.errors import MissingTensorError, OptionError, ShapeError
 from colibri_jax.quant import QuantizedMatrix, quantize_int4, quantize_int8
 from colibri_jax.reference import quantized
 from colibri_jax.reference.quantized import Quantized, grouped, prepare, product, to_device
-from tests.oracles import quantized_product as oracle
 
 # rows, inputs, weight group (0: scale per row), bits
 SHAPES = [

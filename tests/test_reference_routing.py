@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from oracles import selection as oracle
+from strategies import Case, random_case, selection_cases
 
 from colibri_jax.errors import ConfigError, NonFiniteLogitError, OptionError, ShapeError
 from colibri_jax.reference import budget, exact, routing, select_experts
 from colibri_jax.routing_spec import POLICIES, RouterSpec, RoutingOptions, Selection
-from tests.oracles import selection as oracle
-from tests.strategies import Case, random_case, selection_cases
 
 EVENTS = ("k_tie", "budget_tie", "topp_equality", "group_tie", "emptied", "budget_acts")
 

@@ -5,23 +5,19 @@ and a difference planted in every field.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import io
 import json
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import selection_cases as sc
 from click.testing import CliRunner
 from rich.console import Console
 
 from colibri_jax import RouterSpec, RoutingOptions, Selection
 
-sys.path.append(str(Path(__file__).parents[1] / "validation"))  # scripts, not a package
-sc = importlib.import_module("selection_cases")
 LOGIT_OF_SCORE = {0.0: -110.0, 0.5: 0.0, 1.0: 40.0}
 
 

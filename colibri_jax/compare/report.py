@@ -67,8 +67,9 @@ class CompareReport:
             f"{_mark(self.verdicts['selections'])} (i) selections on equal router logits: {parts.selections} compared in every field, "
             f"{len(parts.selection_differences)} differ" + _attended(parts),
             *_listed(parts.selection_differences + parts.attended_differences),
-            f"{_mark(self.verdicts['layers'])} (ii) layer by layer on equal inputs: {_share(parts.equal_rows, parts.layer_rows)} of rows equal "
-            f"in every bit, {_share(parts.rows_within, parts.layer_rows)} within {FEW_ULPS:g} ulp (worst of these {parts.worst_ulps:.2g})",
+            f"{_mark(self.verdicts['layers'])} (ii) layer by layer on equal inputs: "
+            f"{_share(parts.equal_rows, parts.layer_rows)} of rows equal in every bit, "
+            f"{_share(parts.rows_within, parts.layer_rows)} within {FEW_ULPS:g} ulp (worst of these {parts.worst_ulps:.2g})",
             *_listed(
                 f"layer {d.layer}, position {d.position}: {d.ulps:.3g} ulp; {d.explanation or 'not explained'}" for d in parts.deviations
             ),
@@ -76,7 +77,8 @@ class CompareReport:
             f"{floats.worst_relative_error:.2e} (bound {W4A32_RELATIVE_ERROR:.0e}), {len(floats.differing_rows)} rows chose other experts",
             *_listed(map(_tie, floats.differing_rows)),
             f"{_mark(self.verdicts['as shipped'])} (iv) whole model as shipped: logits of "
-            f"{_share(shipped.equal_positions, shipped.positions)} of positions equal in every bit; {len(shipped.differing_rows)} rows chose other experts; "
+            f"{_share(shipped.equal_positions, shipped.positions)} of positions equal in every bit; "
+            f"{len(shipped.differing_rows)} rows chose other experts; "
             f"KLD mean {shipped.kld_sum / max(shipped.positions, 1):.2e}, max {shipped.kld_max:.2e}",
             *_listed(map(_tie, shipped.differing_rows)),
         ]

@@ -51,7 +51,7 @@ def compare(
     prompt_ids: Sequence[int],
     *,
     routing: RoutingOptions | None = None,
-    budget_scopes: Collection[Scope] = ("decode",),
+    budget_scopes: Sequence[Scope] | frozenset[Scope] = ("decode",),
     options: CompareOptions | None = None,
     cache_experts: int = 8,
     group_size: int | None = None,

@@ -1,1 +1,0 @@
-"""Tests of colibri_jax."""

@@ -1,1 +1,0 @@
-"""Slow, independent answers to compare with."""
