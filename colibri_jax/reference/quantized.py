@@ -166,7 +166,8 @@ def _divide(x: jax.Array, divisor: jax.Array, levels: jax.Array) -> jax.Array:
 
 def _runtime_zero(levels: jax.Array) -> jax.Array:
     """int32 0, known at run time only."""
-    return _bits(levels) ^ jnp.int32(_LEVELS_BITS)
+    zero: jax.Array = _bits(levels) ^ jnp.int32(_LEVELS_BITS)
+    return zero
 
 
 def _bits(x: jax.Array) -> jax.Array:
