@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from oracles import random_glm
 from torch.overrides import TorchFunctionMode
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 from colibri_jax.config import ModelConfig
 from colibri_jax.tensors import EXPERT_PARTS
-from tests.oracles import random_glm
 
 SMALLEST_MARGIN = 1e-5
 
