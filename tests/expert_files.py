@@ -14,7 +14,6 @@ from colibri_jax.quant import QuantizedMatrix, WeightFormat
 Arrangement = Literal["adjacent", "scattered", "two_files"]
 PARTS = ("gate", "up", "down")
 HEADER = 3 * 4096 + 8  # in front of the experts: their offsets are off every block, and the trial read touches none of them
-GAP = 40_000  # between parts that do not belong together
 
 
 @dataclasses.dataclass
@@ -55,9 +54,10 @@ def write_experts(
     hidden: int = 72,
     width: int = 40,
     arrangement: Arrangement = "adjacent",
+    gap: int = 40_000,
     seed: int = 0,
 ) -> ExpertFiles:
-    """Writes the files; the last expert ends the file, off a block."""
+    """Writes the files; the last expert ends the file, off a block. `gap` bytes lie before each part when scattered."""
     rng = np.random.default_rng(seed)
     paths = [folder / "experts-0.bin", folder / "experts-1.bin"]
     contents = [bytearray(rng.bytes(HEADER)), bytearray(rng.bytes(HEADER))]
@@ -67,7 +67,7 @@ def write_experts(
     def append(data: bytes, name: str, part: int) -> tuple[int, int, int, str]:
         file = int(arrangement == "two_files" and part >= 3)
         if arrangement == "scattered":
-            contents[file] += rng.bytes(GAP)
+            contents[file] += rng.bytes(gap)
         offset = len(contents[file])
         contents[file] += data
         return (file, offset, len(data), name)

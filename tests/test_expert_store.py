@@ -250,6 +250,17 @@ def test_parts_far_apart_are_read_apart(tmp_path: Path) -> None:
     assert store.counters()["bytes_read"] == sum(block_range([part]) for part in extents(files.index[1][4]))
 
 
+@pytest.mark.parametrize(("gap", "together"), [(5300, True), (5700, False)])
+def test_parts_with_gaps_come_together_up_to_a_quarter_more(gap: int, together: bool, tmp_path: Path) -> None:
+    files = write_experts(tmp_path, ROW_MAJOR, arrangement="scattered", gap=gap, hidden=256, width=256)
+    parts = extents(files.index[0][3])
+    enclosing = parts[-1][1] + parts[-1][2] - parts[0][1]
+    assert (enclosing <= 1.25 * files.expert_bytes()) == together
+    store = open_store(files)
+    walk(store, files, 0, [3])
+    assert (store.counters()["bytes_read"] == block_range(parts)) == together
+
+
 def test_the_end_of_the_file_may_lie_inside_a_block(small: ExpertFiles) -> None:
     store = open_store(small)
     walk(store, small, 1, [5])
@@ -416,6 +427,19 @@ def test_failed_reads_lose_no_slot(small: ExpertFiles) -> None:
             w.next()
         w.close()
     walk(store, small, 0, [0, 1, 2, 3, 4, 5])
+
+
+def test_a_walk_in_which_every_read_fails_reaches_its_end(small: ExpertFiles) -> None:
+    offsets = [expert["gate"]["weights"][1] for expert in small.index[0]]
+    faults = [{"kind": "io_error", "offset": offset, "times": 100} for offset in offsets]
+    store = open_store(small, io_threads=1, faults=faults)
+    w = store.walk(0, list(range(6)))
+    for expert in range(6):
+        with pytest.raises(ReadError, match=rf"layers\.0\.experts\.{expert}\."):
+            w.next()
+    w.close()
+    assert (store.counters()["misses"], store.counters()["useful_bytes"]) == (0, 0)
+    walk(store, small, 1, [5, 4])
 
 
 def test_reads_without_progress_end_in_an_error(small: ExpertFiles) -> None:

@@ -20,8 +20,8 @@ void check_extent(const Extent& extent, int64_t expected, const StoreOptions& op
         throw Error("ShapeError", "bytes of an expert tensor", extent.tensor, std::to_string(expected),
                     std::to_string(extent.nbytes));
     if (expected && (extent.file < 0 || extent.file >= static_cast<int>(options.files.size())))
-        throw Error("OptionError", "file index of an expert tensor", extent.tensor, "0 … " + std::to_string(options.files.size()),
-                    std::to_string(extent.file));
+        throw Error("OptionError", "file index of an expert tensor", extent.tensor,
+                    "0 … " + std::to_string(static_cast<int>(options.files.size()) - 1), std::to_string(extent.file));
 }
 
 bool same_form(const StoredMatrix& a, const StoredMatrix& b) {

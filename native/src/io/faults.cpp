@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <deque>
 #include <utility>
 
@@ -108,9 +109,11 @@ ssize_t FaultyReads::pread(int file, int fd, void* into, size_t count, off_t off
         case ReadFault::Kind::short_read:
             break;
     }
-    // A direct read of part of a block is refused, so the whole is read and part of it owned up to.
+    // A direct read of part of a block is refused, so the whole is read, part of it owned up to, and the rest spoilt.
     const ssize_t got = ::pread(fd, into, count, offset);
-    return got < 0 ? got : std::min(got, static_cast<ssize_t>(fault.bytes));
+    const ssize_t told = std::min(got, static_cast<ssize_t>(fault.bytes));
+    if (told < got) std::memset(static_cast<uint8_t*>(into) + told, 0xA5, static_cast<size_t>(got - told));
+    return told;
 }
 
 std::unique_ptr<BlockReader> FaultyReads::wrap(std::unique_ptr<BlockReader> reader) {
