@@ -1,1 +1,1 @@
-
+"""The on-disk format: reading, converting and describing containers."""
