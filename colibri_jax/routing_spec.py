@@ -27,6 +27,8 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 # Weights are voted in units of 2^-32 as int64; a scaling factor below 2^10 keeps every sum of a step exact.
 MAX_SCALING_FACTOR = 2.0**10
+# A softmax sums exponentials in units of 2^-50 as int64, which holds fewer than 2^13 ones.
+MAX_SOFTMAX_EXPERTS = 2**13 - 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -96,6 +98,8 @@ class RouterSpec:
             raise ShapeError("router bias", where="bias", expected=[n_experts], got=list(self.bias.shape))
         if self.top_k > n_experts:
             raise ConfigError("more experts per position than experts", where="top_k", expected=f"<= {n_experts}", got=self.top_k)
+        if self.score == "softmax" and n_experts > MAX_SOFTMAX_EXPERTS:
+            raise ConfigError("too many experts for an exact softmax", where="experts", expected=f"<= {MAX_SOFTMAX_EXPERTS}", got=n_experts)
         if self.n_group == 1:
             return
         if n_experts % self.n_group or n_experts // self.n_group < 2:

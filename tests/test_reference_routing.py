@@ -195,7 +195,7 @@ def test_topk_keeps_the_first_and_topp_keeps_router_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "kept"), [(0.5, 2), (math.nextafter(0.5, 1), 3), (math.nextafter(0.5, 0), 2), (0.0, 4), (1.0, 4), (1e-9, 1)]
+    ("share", "kept"), [(0.5, 2), (math.nextafter(0.5, 1), 3), (math.nextafter(0.5, 0), 2), (0.0, 4), (1.0, 4), (1e-9, 1), (5e-324, 1)]
 )
 def test_topp_keeps_the_shortest_prefix_that_reaches_the_share_exactly(share: float, kept: int) -> None:
     answer = select_experts(logits([0, 0, 0, 0]), RouterSpec(score="sigmoid", top_k=4), RoutingOptions(expert_topp=share))

@@ -164,7 +164,8 @@ def controls_of(router: RouterSpec, options: RoutingOptions, n_experts: int) -> 
         n_experts=np.int32(n_experts),
         top_k=np.int32(min(options.expert_topk or router.top_k, router.top_k)),
         topk_group=np.int32(router.topk_group),
-        topp=np.float64(options.expert_topp),
+        # Decided here: a device that flushes subnormals would take the smallest P for 0, which is off.
+        topp=np.float64(options.expert_topp or 1.0),
         normalise=np.bool_(router.norm_topk_prob),
         scale=np.float64(router.routed_scaling_factor),
         # A budget of all experts never acts; the cap keeps any Python integer representable.
@@ -252,14 +253,13 @@ def eligible_by_group(choice_SE: jax.Array, n_group: int, topk_group: jax.Array)
 
 
 def topp_bound(score_SK: jax.Array, ids_SK: jax.Array, in_slot_SK: jax.Array, topp: jax.Array) -> jax.Array:
-    """int64 [S]: the smallest key (score, id) that TOPP keeps; below every key where it is off."""
+    """int64 [S]: the smallest key (score, id) that TOPP keeps; below every key where it is off (P = 1)."""
     key_SK = exact.descending(exact.sort_keys(score_SK, ids_SK, in_slot_SK))
     # The used slots come first in router order, and so do their keys.
     sums_SK = exact.running_sums(jnp.where(in_slot_SK, exact.key_value(key_SK), 0.0))
     short_SK = sums_SK < topp * sums_SK[:, -1:]
     last_kept_S = jnp.take_along_axis(key_SK, short_SK.sum(axis=1)[:, None], axis=1)[:, 0]
-    off = (topp <= 0.0) | (topp >= 1.0)
-    return jnp.where(off, np.iinfo(np.int64).min, last_kept_S)
+    return jnp.where(topp >= 1.0, np.iinfo(np.int64).min, last_kept_S)
 
 
 def ordered_sum(score_SK: jax.Array, used_SK: jax.Array) -> jax.Array:

@@ -102,8 +102,7 @@ void Attention::attend_head(const Kernels& kernels, AttentionScratch& s, Attenti
     mine.query.reserve(cache_width_);
     mine.context.reserve(latent);
     mine.scores.reserve(start + n);
-    for (int64_t r = 0; r < nope + value; ++r)
-        kv_b_.row(kernels, head * (nope + value) + r, mine.head_weights.data() + r * latent);
+    for (int64_t r = 0; r < nope + value; ++r) kv_b_.row(kernels, head * (nope + value) + r, mine.head_weights.data() + r * latent);
     const float* key_rows = mine.head_weights.data();
     const float* value_rows = key_rows + nope * latent;
 
@@ -115,8 +114,7 @@ void Attention::attend_head(const Kernels& kernels, AttentionScratch& s, Attenti
         const std::vector<int32_t>* chosen = s.attended.empty() || s.attended[p].empty() ? nullptr : &s.attended[p];
         const int64_t count = chosen ? static_cast<int64_t>(chosen->size()) : start + p + 1;
         const auto cached = [&](int64_t j) { return cache_.data() + (chosen ? (*chosen)[j] : j) * cache_width_; };
-        for (int64_t j = 0; j < count; ++j)
-            mine.scores[j] = kernels.dot(mine.query.data(), cached(j), cache_width_) * scale_;
+        for (int64_t j = 0; j < count; ++j) mine.scores[j] = kernels.dot(mine.query.data(), cached(j), cache_width_) * scale_;
         kernels.softmax(mine.scores.data(), count);
         std::memset(mine.context.data(), 0, latent * sizeof(float));
         for (int64_t j = 0; j < count; ++j) kernels.axpy(mine.scores[j], cached(j), latent, mine.context.data());
@@ -133,8 +131,7 @@ void Attention::step(Products& products, const Rope& rope, AttentionScratch& s, 
     s.attended_values.reserve(n * heads * value);
     const int64_t per_head = (model_.nope + value) * model_.kv_rank * (1 + n) + 2 * n * (start + n) * cache_width_;
     products.pool().parallel_for(heads, heads * per_head, [&](int64_t begin, int64_t end, int thread) {
-        for (int64_t head = begin; head < end; ++head)
-            attend_head(products.kernels(), s, s.per_thread[thread], head, n, start);
+        for (int64_t head = begin; head < end; ++head) attend_head(products.kernels(), s, s.per_thread[thread], head, n, start);
     });
 
     s.output_input.set(s.attended_values.data(), n, heads * value, "attention output");

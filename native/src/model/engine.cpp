@@ -18,7 +18,8 @@ using Clock = std::chrono::steady_clock;
 Resident resident_form(const std::string& role) {
     const auto ends_with = [&](const char* tail) { return role.ends_with(tail); };
     if (role == "embed" || ends_with(".kv_b") || ends_with(".wq_b") || ends_with(".wk")) return Resident::row_major;
-    if (ends_with("norm") || ends_with("norm_weight") || ends_with("bias") || ends_with("router.weight") || ends_with("weights_proj"))
+    if (ends_with("norm") || ends_with("norm_weight") || ends_with("bias") || ends_with("router.weight") ||
+        ends_with("weights_proj"))
         return Resident::f32;
     return Resident::rows16;
 }
@@ -62,7 +63,9 @@ struct Engine::Impl {
           products(kernels_for(options.isa), pool, options.quantised_activations),
           rope(model.rope_theta, model.rope, options.context) {
         const std::vector<std::string>& files = options.store.files;
-        const auto load = [&](const std::string& role) { return Weights(role, model.tensors.at(role), resident_form(role), files); };
+        const auto load = [&](const std::string& role) {
+            return Weights(role, model.tensors.at(role), resident_form(role), files);
+        };
         embed = load("embed");
         final_norm = load("final_norm");
         head = model.tied ? Weights("embed", model.tensors.at("embed"), Resident::rows16, files) : load("head");
@@ -123,8 +126,8 @@ struct Engine::Impl {
             FeedForward& ffn = feed_forward[layer];
             const bool sparse = ffn.sparse();
             Selection* selection = sparse ? &selections[ffn.moe_index()] : nullptr;
-            ffn.step(context, feed_forward_scratch, sparse ? routing(ffn.moe_index(), budget_acts) : RoutingOptions{}, hidden.data(), n,
-                     selection);
+            ffn.step(context, feed_forward_scratch, sparse ? routing(ffn.moe_index(), budget_acts) : RoutingOptions{},
+                     hidden.data(), n, selection);
             if (tracing && sparse) {
                 const float* logits = feed_forward_scratch.router_logits.data();
                 trace.router_logits.emplace_back(logits, logits + n * model.experts);
@@ -140,7 +143,8 @@ struct Engine::Impl {
         const int64_t first = last_only ? n - 1 : 0, width = model.width;
         float* normed = hidden.data() + first * width;
         for (int64_t p = first; p < n; ++p)
-            products.kernels().rms_norm(hidden.data() + p * width, final_norm.f32(), model.rms_eps, width, hidden.data() + p * width);
+            products.kernels().rms_norm(hidden.data() + p * width, final_norm.f32(), model.rms_eps, width,
+                                        hidden.data() + p * width);
         head_input.set(normed, n - first, width, "head input");
         products.multiply(head.view(), head_input, logits, model.vocab);
     }
@@ -191,8 +195,8 @@ bool Engine::forward(std::span<const int32_t> tokens, bool budget_acts, bool las
 
 void Engine::rewind(int64_t positions) {
     if (positions < 0 || positions > impl_->position)
-        throw Error("RewindError", "cannot drop more positions than there are", "rewind",
-                    "0 … " + std::to_string(impl_->position), std::to_string(positions));
+        throw Error("RewindError", "cannot drop more positions than there are", "rewind", "0 … " + std::to_string(impl_->position),
+                    std::to_string(positions));
     impl_->position -= positions;
 }
 

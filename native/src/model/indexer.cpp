@@ -48,7 +48,8 @@ void Indexer::step(Products& products, const Rope& rope, const float* normed, co
     head_weights_.reserve(n * heads);
     for (int64_t r = 0; r < heads * dim; ++r) {
         wq_b_.row(kernels, r, row_.data());
-        for (int64_t p = first; p < n; ++p) queries_[p * heads * dim + r] = kernels.dot(row_.data(), q_latent + p * q_rank_, q_rank_);
+        for (int64_t p = first; p < n; ++p)
+            queries_[p * heads * dim + r] = kernels.dot(row_.data(), q_latent + p * q_rank_, q_rank_);
     }
     const float head_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads)));
     products.pool().parallel_for(n - first, (n - first) * (start + n) * heads * dim, [&](int64_t begin, int64_t end, int) {
@@ -56,7 +57,8 @@ void Indexer::step(Products& products, const Rope& rope, const float* normed, co
         for (int64_t p = first + begin; p < first + end; ++p) {
             for (int64_t h = 0; h < heads; ++h) {
                 rope.rotate(start + p, queries_.data() + (p * heads + h) * dim, rotated.data());
-                head_weights_[p * heads + h] = kernels.dot(weights_proj_.f32() + h * width_, normed + p * width_, width_) * head_scale;
+                head_weights_[p * heads + h] =
+                    kernels.dot(weights_proj_.f32() + h * width_, normed + p * width_, width_) * head_scale;
             }
             choose(kernels, queries_.data() + p * heads * dim, head_weights_.data() + p * heads, start + p + 1, scores.data(),
                    relu.data(), attended[p]);
@@ -64,8 +66,8 @@ void Indexer::step(Products& products, const Rope& rope, const float* normed, co
     });
 }
 
-void Indexer::choose(const Kernels& kernels, const float* query, const float* head_weights, int64_t count, float* scores, float* relu,
-                     std::vector<int32_t>& chosen) const {
+void Indexer::choose(const Kernels& kernels, const float* query, const float* head_weights, int64_t count, float* scores,
+                     float* relu, std::vector<int32_t>& chosen) const {
     const int64_t dim = spec_.dim, heads = spec_.heads;
     const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim)));
     for (int64_t s = 0; s < count; ++s) {
@@ -81,9 +83,8 @@ void Indexer::choose(const Kernels& kernels, const float* query, const float* he
     }
     chosen.resize(count);
     std::iota(chosen.begin(), chosen.end(), 0);
-    std::nth_element(chosen.begin(), chosen.begin() + spec_.topk - 1, chosen.end(), [scores](int32_t a, int32_t b) {
-        return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
-    });
+    std::nth_element(chosen.begin(), chosen.begin() + spec_.topk - 1, chosen.end(),
+                     [scores](int32_t a, int32_t b) { return scores[a] != scores[b] ? scores[a] > scores[b] : a < b; });
     chosen.resize(spec_.topk);
     std::sort(chosen.begin(), chosen.end());
 }
