@@ -31,7 +31,10 @@ StoredArray = npt.NDArray[np.float32] | QuantizedMatrix
 # Below this largest magnitude a group of activations counts as zero.
 SMALLEST_ACTIVATION = 1e-30
 
-_RECORD: contextvars.ContextVar[list[npt.NDArray[np.float32]] | None] = contextvars.ContextVar("quantiser inputs", default=None)
+RecordedActivations = list[tuple[npt.NDArray[np.float32], int]]
+"""What entered quantisers: float32 [T, X], and the group size."""
+
+_RECORD: contextvars.ContextVar[RecordedActivations | None] = contextvars.ContextVar("quantiser inputs", default=None)
 
 
 class Quantized(NamedTuple):
@@ -110,12 +113,12 @@ def product(x_TX: jax.Array, matrix: Matrix) -> jax.Array:
 
 
 @contextlib.contextmanager
-def recorded_activations() -> Iterator[list[npt.NDArray[np.float32]]]:
-    """Run the reference operation by operation and list what enters its quantisers, float32 [T, X] each, in order.
+def recorded_activations() -> Iterator[RecordedActivations]:
+    """Run the reference operation by operation and list what enters its quantisers, in order.
 
     For explaining a difference: compiled code keeps its intermediate values to itself.
     """
-    seen: list[npt.NDArray[np.float32]] = []
+    seen: RecordedActivations = []
     token = _RECORD.set(seen)
     try:
         with jax.disable_jit():
@@ -139,7 +142,7 @@ def quantize_activations(x_TX: jax.Array, group_size: int, zero: jax.Array) -> t
     """
     seen = _RECORD.get()
     if seen is not None:
-        seen.append(np.asarray(x_TX))
+        seen.append((np.asarray(x_TX), group_size))
     missing = -x_TX.shape[1] % group_size
     x_TGZ = jnp.pad(x_TX, ((0, 0), (0, missing))).reshape(x_TX.shape[0], -1, group_size)
     largest_TG = jnp.max(jnp.abs(x_TGZ), axis=2)
@@ -149,6 +152,12 @@ def quantize_activations(x_TX: jax.Array, group_size: int, zero: jax.Array) -> t
     quotient_TGZ = divide(x_TGZ, jnp.where(used_TG, scales_TG, 1.0)[:, :, None], zero)
     q_TGZ = jnp.clip(jnp.rint(quotient_TGZ), -INT8_MAX, INT8_MAX)
     return jnp.where(used_TG[:, :, None], q_TGZ, 0.0), scales_TG
+
+
+def activation_codes(x_X: npt.NDArray[np.float32], group_size: int) -> npt.NDArray[np.int8]:
+    """int8 [X]: what one row of activations rounds to."""
+    q_TGZ, _ = quantize_activations(jnp.asarray(x_X)[None], group_size, jnp.int32(0))
+    return np.asarray(q_TGZ, np.int8).reshape(-1)[: x_X.size]
 
 
 def quantized_product(x_TX: jax.Array, matrix: Quantized) -> jax.Array:
