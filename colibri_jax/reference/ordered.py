@@ -45,7 +45,8 @@ def dot(a: jax.Array, b: jax.Array, zero: jax.Array) -> jax.Array:
     def add(partial: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return partial + separate(part[0] * part[1], zero), None
 
-    return join(jax.lax.scan(add, _no_sums(a, b), (_in_parts(a), _in_parts(b)))[0])
+    start = _nothing((*jnp.broadcast_shapes(a.shape[:-1], b.shape[:-1]), PARTIAL_SUMS), zero)
+    return join(jax.lax.scan(add, start, (_in_parts(a), _in_parts(b)))[0])
 
 
 def dot_float64(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -57,7 +58,8 @@ def dot_float64(a: jax.Array, b: jax.Array) -> jax.Array:
     def add(partial: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return partial + part[0] * part[1], None
 
-    return join(jax.lax.scan(add, _no_sums(a, b), (_in_parts(a), _in_parts(b)))[0])
+    start = jnp.zeros((*jnp.broadcast_shapes(a.shape[:-1], b.shape[:-1]), PARTIAL_SUMS), jnp.float64)
+    return join(jax.lax.scan(add, start, (_in_parts(a), _in_parts(b)))[0])
 
 
 def join(partial: jax.Array) -> jax.Array:
@@ -74,9 +76,9 @@ def matmul(x_TX: jax.Array, w_YX: jax.Array, zero: jax.Array) -> jax.Array:
     return dot(x_TX[:, None, :], w_YX[None, :, :], zero)
 
 
-def sum_in_order(x: jax.Array) -> jax.Array:
+def sum_in_order(x: jax.Array, zero: jax.Array) -> jax.Array:
     """Sum over the last dimension, one by one from 0."""
-    total, _ = jax.lax.scan(lambda s, e: (s + e, None), jnp.zeros(x.shape[:-1], jnp.float32), jnp.moveaxis(x, -1, 0))
+    total, _ = jax.lax.scan(lambda s, e: (s + e, None), _nothing(x.shape[:-1], zero), jnp.moveaxis(x, -1, 0))
     return total
 
 
@@ -125,7 +127,7 @@ def softmax(x: jax.Array, where: jax.Array, zero: jax.Array) -> jax.Array:
     """exp(x - max) / sum over the last dimension where `where` is true, the sum one by one; 0 elsewhere."""
     largest = jnp.max(jnp.where(where, x, -jnp.inf), axis=-1, keepdims=True)
     e = jnp.where(where, exp(x - largest, zero), 0.0)
-    return divide(e, sum_in_order(e)[..., None], zero)
+    return divide(e, sum_in_order(e, zero)[..., None], zero)
 
 
 def silu(x: jax.Array, zero: jax.Array) -> jax.Array:
@@ -140,7 +142,7 @@ def mix_in_order(shares: jax.Array, rows: jax.Array, zero: jax.Array) -> jax.Arr
         share, row = term
         return total + separate(share[..., None] * row, zero), None
 
-    start = jnp.zeros((*shares.shape[:-1], rows.shape[-1]), jnp.float32)
+    start = _nothing((*shares.shape[:-1], rows.shape[-1]), zero)
     total, _ = jax.lax.scan(add, start, (jnp.moveaxis(shares, -1, 0), rows))
     return total
 
@@ -152,8 +154,9 @@ def _in_parts(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(padded.reshape(*x.shape[:-1], parts, PARTIAL_SUMS), -2, 0)
 
 
-def _no_sums(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.zeros((*jnp.broadcast_shapes(a.shape[:-1], b.shape[:-1]), PARTIAL_SUMS), a.dtype)
+def _nothing(shape: tuple[int, ...], zero: jax.Array) -> jax.Array:
+    """The +0 that sums begin at. A compiler that knows it leaves out the first addition, and so the step from -0 to +0."""
+    return jnp.broadcast_to(_floats(zero), shape)
 
 
 def _mean(total: jax.Array, x: jax.Array, zero: jax.Array) -> jax.Array:
