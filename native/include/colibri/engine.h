@@ -36,18 +36,19 @@ struct ModelSpec {
     int64_t experts = 0, expert_hidden = 0, shared_hidden = 0;
     RouterSpec router;  // bias empty: it is a tensor of each layer
     bool tied = false;
-    std::map<std::string, StoredMatrix> tensors;  // by role (colibri_jax/tensors.py), trunk only, without routed experts; bits 32: float32
+    std::map<std::string, StoredMatrix>
+        tensors;  // by role (colibri_jax/tensors.py), trunk only, without routed experts; bits 32: float32
 };
 
 struct EngineOptions {
     StoreOptions store;
-    int64_t context = 0;               // positions that the KV cache holds
-    int threads = 1;                   // compute threads, the caller's included
-    std::string isa;                   // "" takes the best
-    bool quantised_activations = true; // false: float32 activations (precision "w4a32")
-    int64_t step_bytes = 0;            // working memory and logits that a step may take; 0: no bound
-    RoutingOptions routing;            // TOPK and TOPP act always, the rest where a step says so
-    std::vector<int64_t> budgets;      // one per MoE layer, 0 off
+    int64_t context = 0;                // positions that the KV cache holds
+    int threads = 1;                    // compute threads, the caller's included
+    std::string isa;                    // "" takes the best
+    bool quantised_activations = true;  // false: float32 activations (precision "w4a32")
+    int64_t step_bytes = 0;             // working memory and logits that a step may take; 0: no bound
+    RoutingOptions routing;             // TOPK and TOPP act always, the rest where a step says so
+    std::vector<int64_t> budgets;       // one per MoE layer, 0 off
 };
 
 enum class Phase { disk_wait, experts, attention, head, other };
@@ -75,13 +76,14 @@ struct Trace {
     std::vector<TracedInput> inputs;                // in the order of computation, layers only
     std::vector<std::vector<float>> hidden;         // [layers + 1][n * width]: input of each layer, then of the final norm
     std::vector<std::vector<float>> router_logits;  // [MoE layers][n * experts]
-    std::vector<std::vector<std::vector<int32_t>>> attended;  // [layers][n]: positions attended where the indexer limited them, else empty
+    std::vector<std::vector<std::vector<int32_t>>>
+        attended;  // [layers][n]: positions attended where the indexer limited them, else empty
 };
 
 struct MemoryPlan {
-    int64_t dense_bytes = 0;    // weights that stay in memory
-    int64_t kv_cache_bytes = 0; // keys and values, indexer keys
-    int64_t store_bytes = 0;    // expert slots and staging buffers
+    int64_t dense_bytes = 0;              // weights that stay in memory
+    int64_t kv_cache_bytes = 0;           // keys and values, indexer keys
+    int64_t store_bytes = 0;              // expert slots and staging buffers
     int64_t step_bytes_per_position = 0;  // working memory of a step, without logits
     int64_t fixed_bytes = 0;              // working memory whatever the step
 };

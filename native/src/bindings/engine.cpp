@@ -1,11 +1,12 @@
 // Python's view of the engine: dictionaries in, arrays out, the GIL released while a step runs.
+#include "colibri/engine.h"
+
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <memory>
 
 #include "bindings.h"
-#include "colibri/engine.h"
 #include "colibri/error.h"
 #include "colibri/kernels.h"
 
@@ -29,8 +30,8 @@ Extent extent_from(const py::object& object) {
 // (rows, cols, bits, group size, rows16, weights, scales or None); an extent is (file, offset, bytes, name).
 StoredMatrix matrix_from(const py::handle& object) {
     const auto t = object.cast<py::tuple>();
-    return {t[0].cast<int64_t>(), t[1].cast<int64_t>(),    t[2].cast<int>(),       t[3].cast<int64_t>(),
-            t[4].cast<bool>(),    extent_from(t[5]), extent_from(t[6])};
+    return {t[0].cast<int64_t>(), t[1].cast<int64_t>(), t[2].cast<int>(), t[3].cast<int64_t>(),
+            t[4].cast<bool>(),    extent_from(t[5]),    extent_from(t[6])};
 }
 
 IndexerSpec indexer_from(const py::dict& d) {
@@ -199,7 +200,8 @@ class PyEngine {
         py::list inputs;
         for (const TracedInput& input : t.inputs) {
             const py::ssize_t rows = static_cast<py::ssize_t>(input.rows.size());
-            inputs.append(py::make_tuple(input.layer, input.what, copy_array(input.rows, {rows}), copy_array(input.values, {rows, input.cols})));
+            inputs.append(py::make_tuple(input.layer, input.what, copy_array(input.rows, {rows}),
+                                         copy_array(input.values, {rows, input.cols})));
         }
         py::dict d;
         d["inputs"] = inputs;
@@ -209,7 +211,9 @@ class PyEngine {
         return d;
     }
 
-    py::array_t<float> kv_cache(int64_t layer) const { return copy_array(engine_->kv_cache(layer), {engine_->position(), cache_width_}); }
+    py::array_t<float> kv_cache(int64_t layer) const {
+        return copy_array(engine_->kv_cache(layer), {engine_->position(), cache_width_});
+    }
 
     py::object index_keys(int64_t layer) const {
         const std::vector<float> keys = engine_->index_keys(layer);
@@ -229,7 +233,9 @@ class PyEngine {
 void bind_engine(py::module_& module) {
     module.def(
         "memory_plan",
-        [](const py::dict& model, const py::dict& options) { return plan_dict(Engine::memory_plan(model_from(model), options_from(options))); },
+        [](const py::dict& model, const py::dict& options) {
+            return plan_dict(Engine::memory_plan(model_from(model), options_from(options)));
+        },
         "Bytes that an engine of these descriptions takes, by part.");
     py::class_<PyEngine>(module, "Engine")
         .def(py::init<const py::dict&, const py::dict&>())
@@ -243,9 +249,10 @@ void bind_engine(py::module_& module) {
         .def("kv_cache", &PyEngine::kv_cache)
         .def("index_keys", &PyEngine::index_keys)
         .def_property_readonly("isa", [](PyEngine& self) { return self.engine().isa(); })
-        .def_property_readonly("reader", [](PyEngine& self) { return self.engine().store() ? self.engine().store()->reader() : ""; })
-        .def_property_readonly("expert_bytes",
-                               [](PyEngine& self) { return self.engine().store() ? self.engine().store()->expert_file_bytes() : 0; });
+        .def_property_readonly("reader",
+                               [](PyEngine& self) { return self.engine().store() ? self.engine().store()->reader() : ""; })
+        .def_property_readonly(
+            "expert_bytes", [](PyEngine& self) { return self.engine().store() ? self.engine().store()->expert_file_bytes() : 0; });
 }
 
 }  // namespace colibri::bindings

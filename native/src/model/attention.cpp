@@ -61,7 +61,8 @@ Attention::Attention(const ModelSpec& model, int64_t layer, int64_t context, con
 
 int64_t Attention::scratch_floats_per_position(const ModelSpec& m) {
     const int64_t qk = m.nope + m.rope;
-    const int64_t index = m.indexer.heads * (m.indexer.dim + 1) + m.indexer.topk + static_cast<int64_t>(sizeof(Attended::value_type) / 4);
+    const int64_t index =
+        m.indexer.heads * (m.indexer.dim + 1) + m.indexer.topk + static_cast<int64_t>(sizeof(Attended::value_type) / 4);
     return m.width + m.q_rank + m.heads * qk + m.kv_rank + m.rope + m.heads * m.value + index;
 }
 
@@ -103,8 +104,7 @@ void Attention::attend_head(const Kernels& kernels, AttentionScratch& s, Attenti
     mine.query.reserve(cache_width_);
     mine.context.reserve(latent);
     mine.scores.reserve(start + n);
-    for (int64_t r = 0; r < nope + value; ++r)
-        kv_b_.row(kernels, head * (nope + value) + r, mine.head_weights.data() + r * latent);
+    for (int64_t r = 0; r < nope + value; ++r) kv_b_.row(kernels, head * (nope + value) + r, mine.head_weights.data() + r * latent);
     const float* key_rows = mine.head_weights.data();
     const float* value_rows = key_rows + nope * latent;
 
@@ -116,8 +116,7 @@ void Attention::attend_head(const Kernels& kernels, AttentionScratch& s, Attenti
         const std::vector<int32_t>* chosen = s.attended.empty() || s.attended[p].empty() ? nullptr : &s.attended[p];
         const int64_t count = chosen ? static_cast<int64_t>(chosen->size()) : start + p + 1;
         const auto cached = [&](int64_t j) { return cache_.data() + (chosen ? (*chosen)[j] : j) * cache_width_; };
-        for (int64_t j = 0; j < count; ++j)
-            mine.scores[j] = kernels.dot(mine.query.data(), cached(j), cache_width_) * scale_;
+        for (int64_t j = 0; j < count; ++j) mine.scores[j] = kernels.dot(mine.query.data(), cached(j), cache_width_) * scale_;
         kernels.softmax(mine.scores.data(), count);
         std::memset(mine.context.data(), 0, latent * sizeof(float));
         for (int64_t j = 0; j < count; ++j) kernels.axpy(mine.scores[j], cached(j), latent, mine.context.data());
@@ -134,8 +133,7 @@ void Attention::step(Products& products, const Rope& rope, AttentionScratch& s, 
     s.attended_values.reserve(n * heads * value);
     const int64_t per_head = (model_.nope + value) * model_.kv_rank * (1 + n) + 2 * n * (start + n) * cache_width_;
     products.pool().parallel_for(heads, heads * per_head, [&](int64_t begin, int64_t end, int thread) {
-        for (int64_t head = begin; head < end; ++head)
-            attend_head(products.kernels(), s, s.per_thread[thread], head, n, start);
+        for (int64_t head = begin; head < end; ++head) attend_head(products.kernels(), s, s.per_thread[thread], head, n, start);
     });
 
     s.output_input.set(s.attended_values.data(), n, heads * value, "attention output");

@@ -19,7 +19,8 @@ using Clock = std::chrono::steady_clock;
 Resident resident_form(const std::string& role) {
     const auto ends_with = [&](const char* tail) { return role.ends_with(tail); };
     if (role == "embed" || ends_with(".kv_b") || ends_with(".wq_b") || ends_with(".wk")) return Resident::row_major;
-    if (ends_with("norm") || ends_with("norm_weight") || ends_with("bias") || ends_with("router.weight") || ends_with("weights_proj"))
+    if (ends_with("norm") || ends_with("norm_weight") || ends_with("bias") || ends_with("router.weight") ||
+        ends_with("weights_proj"))
         return Resident::f32;
     return Resident::rows16;
 }
@@ -65,7 +66,9 @@ struct Engine::Impl {
           products(kernels_for(options.isa), pool, options.quantised_activations),
           rope(model.rope_theta, model.rope, options.context) {
         const std::vector<std::string>& files = options.store.files;
-        const auto load = [&](const std::string& role) { return Weights(role, model.tensors.at(role), resident_form(role), files); };
+        const auto load = [&](const std::string& role) {
+            return Weights(role, model.tensors.at(role), resident_form(role), files);
+        };
         embed = load("embed");
         final_norm = load("final_norm");
         head = model.tied ? Weights("embed", model.tensors.at("embed"), Resident::rows16, files) : load("head");
@@ -93,7 +96,8 @@ struct Engine::Impl {
             throw Error("ContextOverflowError", "the step does not fit in the KV cache", "position " + std::to_string(position),
                         "at most " + std::to_string(options.context - position) + " tokens", std::to_string(n));
         if (!options.step_bytes) return;
-        const int64_t logits = model.vocab * static_cast<int64_t>(sizeof(float)), each = bytes_per_position + (last_only ? 0 : logits);
+        const int64_t logits = model.vocab * static_cast<int64_t>(sizeof(float)),
+                      each = bytes_per_position + (last_only ? 0 : logits);
         const int64_t most = (options.step_bytes - (last_only ? logits : 0)) / each;
         if (n > most)
             throw Error("MemoryBudgetError", "the step needs more working memory than the bound leaves", "tokens",
@@ -124,7 +128,8 @@ struct Engine::Impl {
             } catch (const Error& error) {
                 // Reads name their tensor; values do not know where they are.
                 if (!error.kind.starts_with("NonFinite")) throw;
-                throw Error(error.kind, error.rule, "layer " + std::to_string(layer) + ", " + error.where, error.expected, error.got);
+                throw Error(error.kind, error.rule, "layer " + std::to_string(layer) + ", " + error.where, error.expected,
+                            error.got);
             }
         }
         products.trace = nullptr;
@@ -157,13 +162,15 @@ struct Engine::Impl {
         const int64_t first = last_only ? n - 1 : 0, width = model.width;
         float* normed = hidden.data() + first * width;
         for (int64_t p = first; p < n; ++p)
-            products.kernels().rms_norm(hidden.data() + p * width, final_norm.f32(), model.rms_eps, width, hidden.data() + p * width);
+            products.kernels().rms_norm(hidden.data() + p * width, final_norm.f32(), model.rms_eps, width,
+                                        hidden.data() + p * width);
         head_input.set(normed, n - first, width, "head input");
         products.multiply(head.view(), head_input, logits, model.vocab);
         for (int64_t i = 0; i < (n - first) * model.vocab; ++i)
             if ((std::bit_cast<uint32_t>(logits[i]) & 0x7F800000u) == 0x7F800000u)
                 throw Error("NonFiniteLogitError", "the model scored a token with no number",
-                            "position " + std::to_string(first + i / model.vocab) + " of the step, token " + std::to_string(i % model.vocab),
+                            "position " + std::to_string(first + i / model.vocab) + " of the step, token " +
+                                std::to_string(i % model.vocab),
                             "finite", std::to_string(logits[i]));
     }
 
@@ -225,8 +232,8 @@ bool Engine::forward(std::span<const int32_t> tokens, bool budget_acts, bool las
 
 void Engine::rewind(int64_t positions) {
     if (positions < 0 || positions > impl_->position)
-        throw Error("RewindError", "cannot drop more positions than there are", "rewind",
-                    "0 … " + std::to_string(impl_->position), std::to_string(positions));
+        throw Error("RewindError", "cannot drop more positions than there are", "rewind", "0 … " + std::to_string(impl_->position),
+                    std::to_string(positions));
     impl_->position -= positions;
 }
 

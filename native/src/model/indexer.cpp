@@ -24,7 +24,8 @@ Indexer::Indexer(const ModelSpec& model, int64_t layer, int64_t context, const s
 
 // What one thread needs to choose positions.
 struct Indexer::Candidates {
-    Candidates(int64_t positions, int64_t heads, int64_t width) : scores(positions), order(positions), relu(heads), rotated(width) {}
+    Candidates(int64_t positions, int64_t heads, int64_t width)
+        : scores(positions), order(positions), relu(heads), rotated(width) {}
     int64_t count = 0;  // positions to choose from
     std::vector<float> scores;
     std::vector<int32_t> order;
@@ -95,9 +96,8 @@ void Indexer::choose(const Kernels& kernels, const float* query, const float* he
     }
     const auto begin = candidates.order.begin();
     std::iota(begin, begin + count, 0);
-    std::nth_element(begin, begin + spec_.topk - 1, begin + count, [&scores](int32_t a, int32_t b) {
-        return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
-    });
+    std::nth_element(begin, begin + spec_.topk - 1, begin + count,
+                     [&scores](int32_t a, int32_t b) { return scores[a] != scores[b] ? scores[a] > scores[b] : a < b; });
     chosen.assign(begin, begin + spec_.topk);
     std::sort(chosen.begin(), chosen.end());
 }

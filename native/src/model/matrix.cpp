@@ -86,9 +86,8 @@ void Products::multiply(const MatrixView& w, Activations& x, float* y, int64_t y
     }
     const QuantizedActivations& q = x.quantised(*this, w.group);
     const auto kernel = w.bits == 4 ? kernels_.matmul_int4 : kernels_.matmul_int8;
-    pool_.parallel_for(w.blocks(), w.blocks() * w.block_bytes() * x.n(), [&](int64_t begin, int64_t end, int) {
-        kernel(w.data, w.rows, begin, end, q, y, y_stride);
-    });
+    pool_.parallel_for(w.blocks(), w.blocks() * w.block_bytes() * x.n(),
+                       [&](int64_t begin, int64_t end, int) { kernel(w.data, w.rows, begin, end, q, y, y_stride); });
 }
 
 void Products::multiply_float(const MatrixView& w, const Activations& x, float* y, int64_t y_stride) {

@@ -75,7 +75,8 @@ void FeedForward::step(MoEContext& context, FeedForwardScratch& s, const Routing
     kernels.axpy(1.0f, s.out.data(), n * width, hidden);
 }
 
-void FeedForward::route(MoEContext& context, FeedForwardScratch& s, const RoutingOptions& options, int64_t n, Selection& selection) {
+void FeedForward::route(MoEContext& context, FeedForwardScratch& s, const RoutingOptions& options, int64_t n,
+                        Selection& selection) {
     const int64_t experts = model_.experts, width = model_.width;
     s.router_logits.reserve(n * experts);
     context.products.pool().parallel_for(n * experts, n * experts * width * 4, [&](int64_t begin, int64_t end, int) {
