@@ -12,8 +12,8 @@ void bind_errors(py::module_&) {
             if (thrown) std::rethrow_exception(thrown);
         } catch (const Error& error) {
             const py::object type = py::module_::import("colibri_jax.errors").attr(error.kind.c_str());
-            const py::object value = type(error.rule, py::arg("where") = error.where, py::arg("expected") = error.expected,
-                                          py::arg("got") = error.got);
+            const py::object value =
+                type(error.rule, py::arg("where") = error.where, py::arg("expected") = error.expected, py::arg("got") = error.got);
             PyErr_SetObject(type.ptr(), value.ptr());
         }
     });
