@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <random>
@@ -263,7 +264,7 @@ int check(const std::string& folder) {
 }  // namespace colibri
 
 int main(int argc, char** argv) {
-    std::string folder = argc > 1 ? argv[1] : "/tmp/engine_selftest.XXXXXX";
+    std::string folder = argc > 1 ? argv[1] : (std::filesystem::temp_directory_path() / "engine_selftest.XXXXXX").string();
     if (argc <= 1 && !::mkdtemp(folder.data())) return 2;
     const int wrong = colibri::check(folder);
     if (argc <= 1) ::rmdir(folder.c_str());
