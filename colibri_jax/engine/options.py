@@ -7,9 +7,9 @@ import os
 from typing import Any, Literal
 
 from colibri_jax import _native
-from colibri_jax.config import INDEXER_NORM_EPS, LATENT_NORM_EPS, ModelConfig
+from colibri_jax.config import INDEXER_NORM_EPS, LATENT_NORM_EPS, MLAConfig, ModelConfig
 from colibri_jax.container.reader import Container, TensorEntry
-from colibri_jax.errors import MemoryBudgetError, OptionError
+from colibri_jax.errors import MemoryBudgetError, OptionError, UnsupportedFamilyError
 from colibri_jax.routing_spec import RoutingOptions
 from colibri_jax.tensors import expert_roles, tensor_specs
 
@@ -187,6 +187,10 @@ def _matrix(entry: TensorEntry, index: dict[Any, int]) -> tuple[Any, ...]:
 
 def _model_dict(config: ModelConfig, tensors: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     mla, indexer, router = config.attention, config.indexer, config.moe.router
+    if not isinstance(mla, MLAConfig) or mla.rope.yarn is not None or mla.rope.layout != "interleaved":
+        raise UnsupportedFamilyError(
+            "the native engine does not run this family yet", where="model_type", expected="glm_moe_dsa", got=config.family
+        )
     return {
         "vocab": config.vocab_size,
         "width": config.hidden_size,
@@ -199,7 +203,7 @@ def _model_dict(config: ModelConfig, tensors: dict[str, tuple[Any, ...]]) -> dic
         "nope": mla.nope_dim,
         "rope": mla.rope_dim,
         "value": mla.value_dim,
-        "rope_theta": mla.rope_theta,
+        "rope_theta": mla.rope.theta,
         "rms_eps": config.rms_eps,
         "latent_eps": LATENT_NORM_EPS,
         "indexer": None

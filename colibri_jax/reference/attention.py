@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from colibri_jax.config import LATENT_NORM_EPS, MLAConfig
+from colibri_jax.config import LATENT_NORM_EPS, MLAConfig, RopeConfig
 from colibri_jax.reference import ordered
 from colibri_jax.reference.quantized import Matrix, product, zero_of
 
@@ -57,15 +57,15 @@ def final_norm(x: jax.Array, weight: jax.Array, zero: jax.Array | None, *, eps: 
     return rms_norm(x, weight, eps, zero)
 
 
-def rope_table(n_positions: int, rope_dim: int, theta: float) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """cos and sin, float32 [n_positions, rope_dim / 2].
+def rope_table(n_positions: int, rope: RopeConfig) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """cos and sin, float32 [n_positions, rope.dim / 2].
 
-    The frequencies theta^(-2i / rope_dim), the angles and their cos and sin are float64, rounded to float32 once at the end:
-    this, not any library's float32 evaluation, is the definition that native follows.
+    Angles, their cos and sin, and the product with the attention factor are float64, rounded to float32 once at the end: this, not
+    any library's float32 evaluation, is the definition that native follows.
     """
-    frequencies = np.float64(theta) ** (-np.arange(0, rope_dim, 2, dtype=np.float64) / rope_dim)
-    angles = np.arange(n_positions, dtype=np.float64)[:, None] * frequencies
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    angles = np.arange(n_positions, dtype=np.float64)[:, None] * np.asarray(rope.frequencies)
+    factor = rope.attention_factor
+    return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, zero: jax.Array | None = None) -> jax.Array:

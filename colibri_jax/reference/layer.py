@@ -119,6 +119,7 @@ def load_layer(params: Params, config: ModelConfig, layer: int, precision: Preci
         assert isinstance(array, jax.Array)
         return array
 
+    assert isinstance(mla, MLAConfig)
     kv_b_HJC = vector("attn.kv_b").reshape(mla.n_heads, mla.nope_dim + mla.value_dim, mla.kv_lora_rank)
     attention = _AttentionBlock(
         norm=vector("attn_norm"),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from colibri_jax.config import ModelConfig
+from colibri_jax.config import MLAConfig, ModelConfig
 from colibri_jax.errors import ConfigError, ContextOverflowError, OptionError, RewindError, ShapeError, TokenError
 from colibri_jax.reference.attention import MLAForm, final_norm, rope_table
 from colibri_jax.reference.layer import (
@@ -85,8 +85,8 @@ class ReferenceModel:
         if isinstance(self._routing.budget, tuple) and len(self._routing.budget) != n_moe:
             raise OptionError("one budget per MoE layer", where="budget", expected=f"{n_moe} values", got=len(self._routing.budget))
         self._precision: Precision = precision
-        self._geometry = Geometry(config.attention, config.indexer, config.rms_eps, mla_form)
-        self._rope = rope_table(self._context, config.attention.rope_dim, config.attention.rope_theta)
+        self._geometry = Geometry(_mla_of(config), config.indexer, config.rms_eps, mla_form)
+        self._rope = rope_table(self._context, config.attention.rope)
 
         specs = {spec.role: spec for spec in tensor_specs(config) if "." not in spec.role}
         stored = {role: check_stored(params.get(role), spec.shape, role) for role, spec in specs.items()}
@@ -366,3 +366,8 @@ def _check_context(asked: int | None, config: ModelConfig) -> int:
     if not 1 <= asked <= config.max_positions:
         raise OptionError("context out of range", where="context_positions", expected=f"1 to {config.max_positions}", got=asked)
     return asked
+
+
+def _mla_of(config: ModelConfig) -> MLAConfig:
+    assert isinstance(config.attention, MLAConfig)
+    return config.attention
