@@ -1,6 +1,8 @@
 // What both kinds of attention share: norm, output projection, residual, and the sizes of their working memory.
 #include "attention.h"
 
+#include <algorithm>
+
 namespace colibri {
 
 std::unique_ptr<Attention> Attention::make(const ModelSpec& model, int64_t layer, int64_t context,
@@ -25,15 +27,20 @@ int64_t Attention::scratch_floats_per_position(const ModelSpec& m) {
     const int64_t shared = m.width + spec.mixed_width();
     if (!spec.is_mla()) return shared + spec.heads * spec.gqa().head_dim;
     const MlaSpec& mla = spec.mla();
-    return shared + mla.q_rank + spec.heads * (mla.nope + spec.rope.dim) + spec.cache_width() +
-           m.indexer.heads * (m.indexer.dim + 1);
+    int64_t index = 0;
+    if (m.indexer.heads)
+        index = m.indexer.heads * (m.indexer.dim + 1) + m.indexer.topk + static_cast<int64_t>(sizeof(Attended::value_type) / 4);
+    return shared + mla.q_rank + spec.heads * (mla.nope + spec.rope.dim) + spec.cache_width() + index;
 }
 
 int64_t Attention::scratch_floats_per_thread(const ModelSpec& m, int64_t context) {
     const AttentionSpec& spec = m.attention;
     if (!spec.is_mla()) return spec.heads / spec.gqa().kv_heads * context;
     const MlaSpec& mla = spec.mla();
-    return (mla.nope + mla.value) * mla.kv_rank + spec.cache_width() + mla.kv_rank + context;
+    const int64_t mixing = (mla.nope + mla.value) * mla.kv_rank + spec.cache_width() + mla.kv_rank + context;
+    if (!m.indexer.heads) return mixing;
+    // Scores and order of the candidates, a head's values and one query; a row of wq_b or wk beside them.
+    return mixing + 2 * context + m.indexer.heads + std::max(m.indexer.dim, spec.rope.dim) + std::max(m.width, mla.q_rank);
 }
 
 void Attention::step(Products& products, const Rope& rope, AttentionScratch& s, float* hidden, int64_t n, int64_t start) {

@@ -17,6 +17,7 @@ namespace colibri {
 struct AttentionScratch {
     Activations input, q_latent_input, output_input;
     Buffer<float> normed, q_latent, queries, kv, mixed;
+    Buffer<float> index_queries, index_weights, index_row;
     struct PerThread {
         Buffer<float> head_weights;  // one head of kv_b, dequantised
         Buffer<float> query, scores, context;

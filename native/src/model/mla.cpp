@@ -45,7 +45,7 @@ void MlaAttention::project(Products& products, const Rope& rope, AttentionScratc
     for (int64_t p = 0; p < n; ++p)
         for (int64_t h = 0; h < heads; ++h)
             rope.rotate(start + p, s.queries.data() + (p * heads + h) * qk_ + mla_.nope, rotated.data());
-    if (indexer_) indexer_->step(products, rope, s.normed.data(), s.q_latent.data(), n, start, s.attended);
+    if (indexer_) indexer_->step(products, rope, s, n, start);
 }
 
 void MlaAttention::mix(Products& products, AttentionScratch& s, int64_t n, int64_t start) const {
