@@ -163,8 +163,7 @@ void bind_cache(py::module_& module) {
         .def(py::init([](std::vector<std::string> files, const std::vector<std::vector<py::dict>>& experts, int64_t cache_experts,
                          int io_threads, bool direct, const std::vector<py::dict>& faults, bool reverse_completions) {
                  StoreOptions options = options_from(std::move(files), experts, cache_experts, io_threads, direct);
-                 if (!faults.empty() || reverse_completions)
-                     options.hooks = faulty_reads(faults, reverse_completions);
+                 if (!faults.empty() || reverse_completions) options.hooks = faulty_reads(faults, reverse_completions);
                  PyStore self;
                  if (!options.experts.empty() && !options.experts[0].empty()) {
                      const StoredExpert& e = options.experts[0][0];
