@@ -1,24 +1,10 @@
-"""Small random containers of every family, with odd dimensions, and the steps that they are run through."""
+"""Small configurations of every family but GLM's, with odd dimensions, and the steps that they are run through."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from oracles.checkpoints import write_checkpoint
-from oracles.random_glm import random_params
-
-from colibri_jax.config import ModelConfig
-from colibri_jax.container.checkpoints import checkpoint_name
-from colibri_jax.container.convert import plan_conversion, run_conversion
-from colibri_jax.generate.protocol import LanguageModel
-from colibri_jax.routing_spec import Scope
-
-Tensors = dict[str, npt.NDArray[np.float32]]
+from engine_models import Step, random_tokens
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 61,
@@ -112,36 +98,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def checkpoint_tensors(config: dict[str, Any], seed: int = 0) -> Tensors:
-    """Random float32 weights by checkpoint name, scaled so that no layer explodes."""
-    parsed = ModelConfig.from_hf(config)
-    return {checkpoint_name(parsed, role): values for role, values in random_params(parsed, seed).items()}
-
-
-def make_container(
-    directory: Path, config: dict[str, Any], *, seed: int = 0, doctor: Callable[[Tensors], None] = lambda tensors: None
-) -> Path:
-    """A container converted from a random checkpoint, whose tensors `doctor` may change first."""
-    tensors = checkpoint_tensors(config, seed)
-    doctor(tensors)
-    write_checkpoint(directory / "hf", config, tensors, dtype="F32")
-    target = directory / "container"
-    run_conversion(plan_conversion(directory / "hf", target))
-    return target
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One forward call, after dropping the last `rewind` positions."""
-
-    scope: Scope
-    tokens: tuple[int, ...]
-    rewind: int = 0
-
-
-def steps_of(config: dict[str, Any], seed: int = 1) -> list[Step]:
-    """A prompt, decoding, a verification of which a part is dropped, and on from there. Row counts are few: each is compiled anew."""
-    ids = [int(i) for i in np.random.default_rng(seed).integers(0, config["vocab_size"], 32)]
+def steps_of(config: dict[str, Any]) -> list[Step]:
+    """A prompt, decoding, a verification, another of which a part is dropped, and on from there. Row counts are few: each is compiled."""
+    ids = random_tokens(config, 32)
     return [
         Step("prefill", tuple(ids[:16])),
         Step("decode", (ids[16],)),
@@ -150,12 +109,3 @@ def steps_of(config: dict[str, Any], seed: int = 1) -> list[Step]:
         Step("verify", tuple(ids[22:26]), rewind=3),
         Step("decode", (ids[26],), rewind=1),
     ]
-
-
-def run(model: LanguageModel, steps: Iterable[Step]) -> list[npt.NDArray[np.float32]]:
-    """The logits of each step, float32 [n, W]."""
-    logits = []
-    for step in steps:
-        model.rewind(step.rewind)
-        logits.append(model.forward(step.tokens, scope=step.scope))
-    return logits
