@@ -242,9 +242,11 @@ def _options_dict(
         "max_step": 0,
         "expert_topk": routing.expert_topk,
         "expert_topp": routing.expert_topp,
+        "policy": routing.policy,
         "denominator": routing.denominator,
         "vote": routing.vote,
-        "floor": routing.floor,
+        # More than K means K and might not fit a C++ integer.
+        "floor": min(routing.floor, config.moe.router.top_k),
         "coverage": routing.coverage,
         "budgets": [routing.for_layer(i).scalar_budget for i in range(len(config.moe_layers))],
     }

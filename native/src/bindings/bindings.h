@@ -3,7 +3,14 @@
 
 #include <pybind11/pybind11.h>
 
+#include <string>
+
+#include "colibri/routing.h"
+
 namespace colibri::bindings {
+
+// Throws Error("OptionError") naming the policies that there are.
+Policy policy_named(const std::string& name);
 
 void bind_errors(pybind11::module_& module);
 void bind_kernels(pybind11::module_& module);

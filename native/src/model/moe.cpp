@@ -86,8 +86,13 @@ void FeedForward::route(MoEContext& context, FeedForwardScratch& s, const Routin
             s.router_logits[i] = static_cast<float>(context.products.kernels().dot_f64(
                 router_.f32() + (i % experts) * width, s.normed.data() + (i / experts) * width, width));
     });
+    s.resident.clear();
+    if (options.policy == Policy::resident)
+        for (int32_t expert = 0; expert < experts; ++expert)
+            if (context.store->resident(static_cast<int>(moe_index_), expert)) s.resident.push_back(expert);
     try {
-        selection = select_experts({s.router_logits.data(), static_cast<size_t>(n * experts)}, n, experts, router_spec_, options);
+        selection = select_experts({s.router_logits.data(), static_cast<size_t>(n * experts)}, n, experts, router_spec_, options,
+                                   s.resident);
     } catch (const Error& error) {
         throw Error(error.kind, error.rule, "layer " + std::to_string(layer_) + ", " + error.where, error.expected, error.got);
     }
