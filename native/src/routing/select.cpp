@@ -115,7 +115,8 @@ class Step {
         std::vector<bool> stays(experts_, false);
         if (!alone) {
             const std::vector<int32_t> secured = secured_experts(members, resident);
-            for (const int32_t id : keep_experts({members, votes_, secured}, options_)) stays[id] = true;
+            out_.kept = keep_experts({members, votes_, secured}, options_);
+            for (const int32_t id : out_.kept) stays[id] = true;
         }
 
         int64_t mass_before = 0;
@@ -127,8 +128,8 @@ class Step {
         }
         if (mass_before > 0) out_.mass_kept = static_cast<double>(mass_after) / static_cast<double>(mass_before);
 
-        // Not what the policy kept: a position that picks again may leave the last use of an expert.
-        out_.kept = used_experts();
+        // A position that picks again may leave the last use of an expert that the policy kept.
+        if (alone || options_.policy == Policy::substitute) out_.kept = used_experts();
         std::set_difference(members.begin(), members.end(), out_.kept.begin(), out_.kept.end(), std::back_inserter(out_.removed));
         out_.dropped = static_cast<int64_t>(out_.removed.size());
     }
