@@ -11,7 +11,7 @@
 namespace colibri {
 
 enum class Score { sigmoid, softmax };
-enum class Policy { aggregate };
+enum class Policy { aggregate, floor, substitute, coverage, per_position, resident };
 enum class Denominator { survivors, frozen };
 enum class Vote { weights, all_scores };
 
