@@ -19,16 +19,16 @@ def select_experts(
         logits_SE: float32 [S, E] router logits of the step's positions.
         router: the model's router.
         options: TOPK, TOPP and the budget of this layer (a scalar; see `RoutingOptions.for_layer`).
-        resident: integer ids [n] that the cache holds, in any order; None is an empty cache. Only policy `resident` looks
-            at them, so that every other one is a pure function of logits and options.
+        resident: what the cache holds, ids [n] in any order or bool [E]. Only policy `resident` looks at it, and needs it;
+            every other one is a pure function of logits and options.
 
     Returns:
         The Selection, equal in every field to that of `colibri_jax.reference.select_experts`.
 
     Raises:
-        ShapeError: logits, bias or resident ids of another dtype or shape.
+        ShapeError: logits, bias or resident ids of another dtype or shape, or such an id is no expert.
         ConfigError: the router does not fit E.
-        OptionError: the budget is a list, or a resident id is no expert.
+        OptionError: the budget is a list, or the policy needs to know what is resident and is not told.
         NonFiniteLogitError: a logit is NaN or infinite; names the first such position and expert.
     """
     logits = np.require(check_logits(logits_SE, router), requirements=("C", "A"))
@@ -50,19 +50,25 @@ def select_experts(
         denominator=options.denominator,
         vote=options.vote,
         coverage=options.coverage,
-        resident=_resident_ids(resident, logits.shape[1]),
+        resident=_resident_ids(resident if options.policy == "resident" else (), logits.shape[1]),
     )
     del fields["removed"]  # the engine's, for its estimate of avoided reads
     return Selection(**fields)
 
 
 def _resident_ids(resident: npt.ArrayLike | None, n_experts: int) -> npt.NDArray[np.int32]:
-    ids = np.asarray([] if resident is None else resident)
-    if ids.size == 0:
+    if resident is None:
+        raise OptionError("the policy looks at the cache", where="resident", expected="ids or bool [E]", got=None)
+    given = np.asarray(resident)
+    if given.size == 0:
         return np.empty(0, np.int32)  # an empty list has no dtype to check
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ShapeError("resident experts", where="resident", expected="integers [n]", got=f"{ids.dtype} {list(ids.shape)}")
-    outside = ids[(ids < 0) | (ids >= n_experts)]
-    if outside.size:
-        raise OptionError("a resident id that is no expert", where="resident", expected=f"0 … {n_experts - 1}", got=int(outside[0]))
-    return np.ascontiguousarray(ids, np.int32)
+    if given.dtype == np.bool_ and given.shape == (n_experts,):
+        return np.flatnonzero(given).astype(np.int32)
+    if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or given.min() < 0 or given.max() >= n_experts:
+        raise ShapeError(
+            "resident experts",
+            where="resident",
+            expected=f"ids below {n_experts}, or bool [{n_experts}]",
+            got=f"{given.dtype} {given.tolist()}",
+        )
+    return given.astype(np.int32)
