@@ -2,9 +2,10 @@
 
 Everything that is compared bit for bit with the native engine goes through these functions, because a compiler may
 change what the plain operations mean: XLA's CPU backend flushes float32 subnormals to zero (also in conversions), may
-drop a float64 -> float32 -> float64 round trip, fuses a multiply into a following add, divides by a constant, or
-by a value that many elements share, through its reciprocal, and reorders long sums. So a *float32 value* here is a float64 holding a number that float32 can
-represent; float64 never becomes subnormal in this file's ranges, and the products that meet an add are by powers of two.
+drop a float64 -> float32 -> float64 round trip, fuses a multiply into a following add, divides by a constant or by a
+value that many elements share through its reciprocal, and reorders long sums. So a *float32 value* here is a float64
+holding a number that float32 can represent; float64 never becomes subnormal in this file's ranges, and the products
+that meet an add are by powers of two.
 
 Call these under `jax.enable_x64(True)`.
 """
