@@ -182,7 +182,7 @@ def resident_mask(options: RoutingOptions, resident: npt.ArrayLike | None, n_exp
     if given.dtype == bool and given.shape == mask.shape:
         return given
     if given.size and (given.ndim != 1 or given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= n_experts):
-        raise ShapeError("resident experts", where="resident", expected=f"ids below {n_experts}, or bool [{n_experts}]", got=resident)
+        raise ShapeError("resident experts", where="resident", expected=f"ids below {n_experts}, or bool [{n_experts}]", got=str(resident))
     mask[given.astype(np.int64)] = True
     return mask
 
@@ -317,7 +317,7 @@ def ordered_sum(score_SK: jax.Array, used_SK: jax.Array) -> jax.Array:
 def weight(score: jax.Array, total: jax.Array, controls: Controls) -> jax.Array:
     """Final weights of scores whose position's denominator is `total`."""
     scaled = score * jnp.asarray(controls.scale)
-    return exact.round_to_float32(jnp.where(jnp.asarray(controls.normalise), scaled / (total + 1e-20), scaled))
+    return exact.round_to_float32(jnp.where(jnp.asarray(controls.normalise), exact.divide(scaled, total + 1e-20), scaled))
 
 
 def pack_left(used_SK: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -156,9 +156,9 @@ def cover(first: list[int], votes: dict[int, int], share: float, n: int) -> tupl
     goal = share * float(sum(votes.values()))
     for e in best({e: v for e, v in votes.items() if e not in first}, len(votes))[0]:
         if float(held) >= goal:
-            return kept, {"coverage_reached", "coverage_equality" if float(held) == goal else "coverage_reached"}
+            return kept, {"coverage_reached"} | ({"coverage_equality"} if float(held) == goal else set())
         if n > 0 and len(kept) >= n:
-            return kept, {"coverage_capped"}
+            return kept, {"coverage_capped"} | ({"first_exceeds"} if len(first) > n else set())
         kept.append(e)
         held += votes[e]
     return kept, set()
@@ -207,11 +207,12 @@ def select(logits: np.ndarray, router: RouterSpec, options: RoutingOptions, resi
                 events |= {"budget_acts"} | ({"budget_tie"} if tie else set())
     elif policy == "coverage":
         if over or options.coverage < 1.0:
-            may_keep[:], seen = [cover(floor_set, total_vote, options.coverage, n)[0]] * len(old), set[str]()
-            events |= cover(floor_set, total_vote, options.coverage, n)[1] | {"budget_acts"}
+            everyone, ending = cover(floor_set, total_vote, options.coverage, n)
+            may_keep = [everyone for s in everybody]
+            events |= {"budget_acts"} | ending
     elif over:
         hits = [e for e in union if resident is not None and resident[e]]
-        first = {"aggregate": [], "floor": floor_set, "substitute": floor_set, "resident": hits}[policy]
+        first: list[int] = {"aggregate": [], "floor": floor_set, "substitute": floor_set, "resident": hits}[policy]
         everyone, tie = fill(first, total_vote, n)
         may_keep = [everyone for s in everybody]
         events |= {"budget_acts"} | ({"budget_tie"} if tie else set()) | ({"first_exceeds"} if len(first) > n else set())
