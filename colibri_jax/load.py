@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from colibri_jax.container.reader import Container
+from colibri_jax.container.reader import STATE_FILE, Container
 from colibri_jax.container.source import SourceCheckpoint
 from colibri_jax.errors import MissingFileError, OptionError
 from colibri_jax.quant import Float32Array, QuantizedMatrix, quantize_int4, quantize_int8
@@ -32,7 +32,7 @@ def load(
     cache_experts: int | None = None,
     ram_bytes: int | None = None,
     threads: int | None = None,
-    io: Literal["direct", "buffered"] = "direct",
+    io: Literal["direct", "buffered"] | None = None,
     isa: str = "",
     group_size: int | None = None,
 ) -> NativeModel | ReferenceModel:
@@ -46,7 +46,7 @@ def load(
         budget_scopes: any of "prefill", "decode", "verify".
         context_positions: positions of the KV cache.
         cache_experts, ram_bytes: size of the native expert cache, per MoE layer or by a bound on all memory; not both.
-        threads, io, isa: how the native engine runs; they change no bit of its output.
+        threads, io, isa: how the native engine runs (io: "direct", the default, or "buffered"); they change no bit of its output.
         group_size: of an untagged int4 container whose byte counts fit several.
 
     Returns:
@@ -62,21 +62,21 @@ def load(
         raise OptionError("unknown scope", where="budget_scopes", expected=", ".join(SCOPES), got=scope)
     routing = routing or RoutingOptions()
     source = Path(path)
-    native_only = {"cache_experts": cache_experts, "ram_bytes": ram_bytes, "threads": threads, "isa": isa or None}
+    native_only = {"cache_experts": cache_experts, "ram_bytes": ram_bytes, "threads": threads, "io": io, "isa": isa or None}
     if backend == "native":
         if not is_container(source):
             raise OptionError(
                 "the native engine runs containers",
                 where=str(source),
                 expected="a converted directory (colibri-jax convert)",
-                got="a checkpoint",
+                got="no out-*.safetensors",
             )
         return _load_native(
             Container.open(source, group_size=group_size),
             precision or "w4a8",
             routing,
             scopes,
-            {"context_positions": context_positions, "io": io, **{k: v for k, v in native_only.items() if v is not None}},
+            {"context_positions": context_positions, **{k: v for k, v in native_only.items() if v is not None}},
         )
     if backend != "reference":
         raise OptionError("unknown backend", where="backend", expected="native or reference", got=backend)
@@ -87,14 +87,14 @@ def load(
 
 
 def is_container(path: Path) -> bool:
-    """Whether a directory holds a container (shards named `out-…`) rather than a checkpoint.
+    """Whether a directory holds a container (shards named `out-…`), finished or not, rather than a checkpoint.
 
     Raises:
         MissingFileError: there is no such directory.
     """
     if not path.is_dir():
         raise MissingFileError("no such directory", where=str(path))
-    return any(path.glob("out-*.safetensors*"))
+    return any(path.glob("out-*.safetensors*")) or (path / STATE_FILE).exists()
 
 
 def _load_native(

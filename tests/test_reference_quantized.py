@@ -97,6 +97,22 @@ def test_activations_are_quantised_as_the_oracle_does() -> None:
     assert not np.asarray(q_TGZ)[:, 2, 150 - 128 :].any()
 
 
+def test_products_of_scales_down_to_the_documented_one_stay_exact() -> None:
+    """CPUs flush subnormals under XLA; here every product of scales is in 2^-102 … 2^-99, and sums cancel."""
+    rng = np.random.default_rng(12)
+    q = rng.integers(-8, 8, (64, 256)).astype(np.int8)
+    matrix = QuantizedMatrix(q, rng.uniform(1, 2, (64, 4)).astype(np.float32) * np.float32(2.0**-26), 64, 4)
+    x = (127 * rng.uniform(-1, 1, (8, 256)) * 2.0**-76).astype(np.float32)
+    x[:, ::64] = 127 * 2.0**-76
+    expected = oracle.quantized_product(x, matrix)
+    assert np.abs(expected).min() < 2.0**-96
+    on_device = to_device(grouped(matrix))
+    np.testing.assert_array_equal(_bits(jax.jit(product)(x, on_device)), _bits(expected))
+    # 2^-24 below that, products of scales are subnormal, and what is lost stays below the documented bound.
+    far = jax.jit(product)(x * np.float32(2.0**-24), on_device)
+    assert np.abs(np.asarray(far) - oracle.quantized_product(x * np.float32(2.0**-24), matrix)).max() <= 4 * 2.0**-101
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_activation_turns_its_whole_row_nan(bad: float) -> None:
     rng = np.random.default_rng(1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 from rich.progress import Progress
 
 from colibri_jax.cli.options import effective_options, model_argument, model_directory, routing_from, routing_options
@@ -19,11 +21,12 @@ EPILOG = """\b
 The four comparisons
   (i)   The reference's expert selection on the native router logits: equal in
         every field, no tolerance.
-  (ii)  Layer by layer, the reference fed the native layer input, cache and
-        selection: within a few ulp on 99.9 % of rows, every other row explained
-        by the quantiser boundary that it crossed.
-  (iii) The whole model with float32 activations: relative logit error at most
-        2e-5, selections equal except near-ties, which are listed.
+  (ii)  Part by part (embedding, layers, head), the reference fed the native
+        input, cache and selection: within a few ulp on 99.9 % of rows, every
+        other row explained by the quantiser boundary that it crossed.
+  (iii) The whole model with float32 activations: relative error of logits and
+        router logits at most 2e-5, selections equal except near-ties, which are
+        listed with their margins.
   (iv)  The whole model as shipped: differing selections, KLD and the first
         differing greedy token, with margins.
 \b
@@ -39,7 +42,7 @@ Exit status: 0 when all hold, 1 when one does not.
 @click.option(
     "--text",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help='Take the tokens from this file instead of the prompt: plain text, or lines of {"text": …}.',
+    help='Take the tokens from this file instead of the prompt: plain text, or (.jsonl) lines of {"text": …}.',
 )
 @click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Teacher-forced tokens.")
 @click.option("--prefill", type=click.IntRange(min=1), default=64, show_default=True, help="How many of them go through one prefill step.")
@@ -55,7 +58,7 @@ Exit status: 0 when all hold, 1 when one does not.
     type=click.IntRange(min=0),
     default=32,
     show_default=True,
-    help="Tokens that both generate from the prompt; 0 leaves it out.",
+    help="Tokens that both generate from the prompt (with --text: from the tokens of the prefill step); 0 leaves it out.",
 )
 @routing_options
 @click.option(
@@ -74,13 +77,15 @@ def compare(ctx: click.Context, /, **_: Any) -> None:
     value = {name: option.value for name, option in options.items()}
     directory = model_directory(value["model_dir"])
     routing, scopes = routing_from(options)
+    if value["text"] and options["prompt"].source == "flag":
+        raise OptionError("two sources of tokens", where="--prompt, --text", expected="one of them", got="both")
     tokenizer = ChatTokenizer.from_directory(directory)
     prompt_ids = (
         _text_ids(tokenizer, value["text"], value["tokens"])
         if value["text"]
         else tokenizer.encode_chat([{"role": "user", "content": value["prompt"]}])
     )
-    with Progress(transient=True) as bars:
+    with Progress(transient=True, console=Console(stderr=True)) as bars:
         tasks: dict[str, Any] = {}
 
         def progress(what: str, done: int, total: int) -> None:
@@ -108,12 +113,28 @@ def compare(ctx: click.Context, /, **_: Any) -> None:
 
 
 def _text_ids(tokenizer: ChatTokenizer, path: Path, n: int) -> list[int]:
-    """The first n tokens of a file, each document with the model's prefix."""
-    text = path.read_text(encoding="utf-8")
-    documents = [json.loads(line)["text"] for line in text.splitlines()] if path.suffix == ".jsonl" else [text]
+    """The first n tokens of a file, each document with the model's prefix.
+
+    Raises:
+        OptionError: the file is not what its name says, or too short.
+    """
     ids: list[int] = []
-    for document in documents:
+    for document in _documents(path):
         ids += tokenizer.encode_raw(document)
         if len(ids) >= n:
             return ids[:n]
     raise OptionError("text too short", where=str(path), expected=f"{n} tokens", got=len(ids))
+
+
+def _documents(path: Path) -> Iterator[str]:
+    if path.suffix != ".jsonl":
+        yield path.read_text(encoding="utf-8")
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError) as error:
+                expected = '{"text": …}'
+                raise OptionError("not a document", where=f"{path}, line {number}", expected=expected, got=line.strip()[:40]) from error
+            yield str(text)

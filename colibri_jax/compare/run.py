@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from colibri_jax.compare.layers import PartByPart, compare_parts
 from colibri_jax.compare.report import CompareReport, Greedy
-from colibri_jax.compare.whole import WholeModel, compare_step, top2_margin
+from colibri_jax.compare.step import NativeStep
+from colibri_jax.compare.whole import Follower, WholeModel, compare_step, top2_margin
 from colibri_jax.engine.session import NativeModel
 from colibri_jax.errors import OptionError
 from colibri_jax.generate.protocol import LanguageModel
@@ -32,7 +33,7 @@ class CompareOptions:
         tokens: teacher-forced tokens; the prompt is continued greedily (by the native engine) up to that many.
         prefill: leading tokens that go through one prefill step; the rest are decode steps.
         verify_rows: where above 1, the rest goes through verify steps of that many rows instead.
-        greedy: tokens that both generate from the prompt; 0 leaves that out.
+        greedy: tokens that both generate from the prompt (its first `prefill` tokens); 0 leaves that out.
     """
 
     tokens: int = 128
@@ -85,17 +86,16 @@ def compare(
     native, reference = models("w4a8")
     tokens = np.asarray(_continued(native, prompt_ids, options.tokens))
     parts, shipped, floats = PartByPart(), WholeModel(), WholeModel()
-    for step, scope in _steps(tokens, options):
-        native_TW = native.forward(step, scope=scope)
-        compare_parts(native, reference, native.position - len(step), scope, parts)
-        compare_step(native, reference, native_TW, reference.forward(step, scope=scope), shipped)
+    for step in _steps(native, tokens, options):
+        compare_parts(step, reference, parts)
+        compare_step(step, reference, reference.forward(step.tokens, scope=step.scope), shipped)
         progress("as shipped", native.position, len(tokens))
     greedy = _compare_greedy(native, reference, prompt_ids[: options.prefill], options.greedy, progress) if options.greedy else None
     del native, reference
     native, reference = models("w4a32")
-    for step, scope in _steps(tokens, options):
-        native_TW = native.forward(step, scope=scope)
-        compare_step(native, reference, native_TW, reference.forward(step, scope=scope), floats)
+    follower = Follower(reference)
+    for step in _steps(native, tokens, options):
+        follower.step(step, floats)
         progress("float32 activations", native.position, len(tokens))
     rows = f"steps of {options.verify_rows} rows, scope verify" if options.verify_rows > 1 else "decode steps"
     return CompareReport(
@@ -112,20 +112,23 @@ def compare(
 
 def _continued(native: NativeModel, prompt_ids: Sequence[int], n: int) -> list[int]:
     tokens = list(prompt_ids[:n])
-    logits_W = native.forward(tokens, scope="prefill", logits="last")[0]
+    step = tokens
     while len(tokens) < n:
-        tokens.append(int(logits_W.argmax()))
-        if len(tokens) < n:
-            logits_W = native.forward(tokens[-1:], scope="decode", logits="last")[0]
+        scope: Scope = "prefill" if step is tokens else "decode"
+        step = [int(native.forward(step, scope=scope, logits="last")[0].argmax())]
+        tokens = tokens + step
     native.reset()
     return tokens
 
 
-def _steps(tokens: npt.NDArray[np.int64], options: CompareOptions) -> Iterator[tuple[npt.NDArray[np.int64], Scope]]:
-    yield tokens[: options.prefill], "prefill"
-    scope: Scope = "verify" if options.verify_rows > 1 else "decode"
-    for begin in range(options.prefill, len(tokens), options.verify_rows):
-        yield tokens[begin : begin + options.verify_rows], scope
+def _steps(native: NativeModel, tokens: npt.NDArray[np.int64], options: CompareOptions) -> Iterator[NativeStep]:
+    """Let the native engine do one step after the other."""
+    begin = 0
+    while begin < len(tokens):
+        scope: Scope = "prefill" if begin == 0 else "verify" if options.verify_rows > 1 else "decode"
+        some = tokens[begin : begin + (options.verify_rows if begin else options.prefill)]
+        yield NativeStep(native, some, scope, native.forward(some, scope=scope))
+        begin += len(some)
 
 
 def _compare_greedy(native: LanguageModel, reference: LanguageModel, prompt_ids: Sequence[int], n: int, progress: Progress) -> Greedy:

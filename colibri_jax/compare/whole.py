@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from colibri_jax.engine.session import NativeModel
+from colibri_jax.compare.step import Float32, NativeStep, follow_layer
 from colibri_jax.reference.model import ReferenceModel
+from colibri_jax.reference.routing import select_experts
+from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Selection
 
-Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NearTie:
-    """A row in which the two chose different experts.
+    """A row for which the two chose different experts.
 
-    `margin` is the smallest distance, in the reference's choice values, between an expert that only one side chose and one
-    that only the other did; `difference` the largest distance between the two sides' values in that row. A near-tie is
-    a margin that the difference can explain.
+    `explained`: given the native router logits, the reference chooses as native did, so that the logits' difference is all there
+    is; how large that may be is a question of its own.
+    `margin`: the smallest distance, in what decided, between an expert that only one side took and one that only the other did:
+    choice values, or the budget's votes. None where no such pair exists (the end of TOPP's prefix).
+    `difference`: the largest distance between the two sides' values.
     """
 
     layer: int
     position: int
-    margin: float
+    margin: float | None
     difference: float
-
-    @property
-    def explained(self) -> bool:
-        """Both values may have moved by `difference`."""
-        return self.margin <= 2 * self.difference
+    explained: bool
 
 
 @dataclasses.dataclass
@@ -40,35 +41,51 @@ class WholeModel:
     positions: int = 0
     equal_positions: int = 0
     """Positions whose logits are equal in every bit."""
-    worst_relative_error: float = 0.0
-    """Largest |difference| over largest |logit| of a position, before the first differing selection."""
+    worst_logit_error: float = 0.0
+    """Largest |difference| over largest |logit| of a position."""
+    worst_router_error: float = 0.0
+    """The same of router logits; only where the reference went the native way."""
     differing_rows: list[NearTie] = dataclasses.field(default_factory=list)
+    differing_attended: int = 0
+    """Rows of layers for which the two would attend to different positions; as `worst_router_error`."""
     kld_sum: float = 0.0
     kld_max: float = 0.0
     first_argmax: dict[str, float] | None = None
     """First position with another greedy token: its position, the reference's top-2 margin, the largest logit difference."""
 
 
-def compare_step(native: NativeModel, reference: ReferenceModel, native_TW: Float32, reference_TW: Float32, result: WholeModel) -> None:
-    """Count one step that both models have just done on the same tokens, into `result`."""
-    start = native.position - native_TW.shape[0]
-    result.positions += native_TW.shape[0]
-    result.equal_positions += int((native_TW == reference_TW).all(axis=1).sum())
-    result.differing_rows += _differing_rows(native, reference, start)
-    difference_T = np.abs(native_TW - reference_TW).max(axis=1)
-    if not result.differing_rows:
-        result.worst_relative_error = max(result.worst_relative_error, float((difference_T / np.abs(reference_TW).max(axis=1)).max()))
-    kld_T = _kld(reference_TW, native_TW)
-    result.kld_sum += float(kld_T.sum())
-    result.kld_max = max(result.kld_max, float(kld_T.max()))
-    other = np.flatnonzero(native_TW.argmax(axis=1) != reference_TW.argmax(axis=1))
-    if other.size and result.first_argmax is None:
-        row = int(other[0])
-        result.first_argmax = {
-            "position": start + row,
-            "margin": top2_margin(reference_TW[row]),
-            "difference": float(difference_T[row]),
-        }
+class Follower:
+    """A reference that takes the native engine's experts and attended positions, and says where it would take others.
+
+    So one near-tie does not hide everything that comes after it.
+    """
+
+    def __init__(self, reference: ReferenceModel) -> None:
+        self._reference = reference
+        self._caches = list(reference.caches)
+
+    def step(self, step: NativeStep, result: WholeModel) -> None:
+        """Do the step that the native engine has just done, and count it into `result`."""
+        reference = self._reference
+        hidden_TD, chosen_TS, logits = reference.embed(step.tokens), None, []
+        for layer in range(reference.config.n_layers):
+            done, chosen_TS = follow_layer(step, reference, layer, hidden_TD, self._caches[layer], chosen_TS)
+            hidden_TD, self._caches[layer] = done.hidden_TD, done.cache
+            if chosen_TS is not None:
+                result.differing_attended += int((chosen_TS != step.attended(layer)).any(axis=1).sum())
+            if done.router_logits_TE is not None:
+                logits.append(done.router_logits_TE)
+        for ours_TE, theirs_TE in zip(logits, step.trace["router_logits"], strict=True):
+            result.worst_router_error = max(result.worst_router_error, _relative_error(ours_TE, theirs_TE))
+        selections = [select_experts(logits_TE, _router(reference, i), step.options(i)) for i, logits_TE in enumerate(logits)]
+        result.differing_rows += differing_rows(step, reference, selections, logits)
+        _count_logits(step, reference.score(reference.normed(hidden_TD)), result)
+
+
+def compare_step(step: NativeStep, reference: ReferenceModel, reference_TW: Float32, result: WholeModel) -> None:
+    """Count one step that both models have just done on the same tokens, each by its own choices, into `result`."""
+    result.differing_rows += differing_rows(step, reference, reference.selections, reference.router_logits)
+    _count_logits(step, reference_TW, result)
 
 
 def top2_margin(logits_W: Float32) -> float:
@@ -77,44 +94,89 @@ def top2_margin(logits_W: Float32) -> float:
     return float(first - second)
 
 
-def _differing_rows(native: NativeModel, reference: ReferenceModel, start: int) -> list[NearTie]:
+def differing_rows(
+    step: NativeStep, reference: ReferenceModel, selections: Sequence[Selection], logits: Sequence[Float32]
+) -> list[NearTie]:
+    """Rows of a step whose experts differ.
+
+    Args:
+        selections, logits: the reference's own, per MoE layer.
+    """
     found = []
     for index, layer in enumerate(reference.config.moe_layers):
-        ours, theirs = reference.selections[index], native.selections[index]
+        ours, theirs = selections[index], step.native.selections[index]
         rows = np.flatnonzero((ours.ids != theirs.ids).any(axis=1))
         if not rows.size:
             continue
-        router = reference.router(layer)
-        assert router is not None
-        bias = 0.0 if router.bias is None else router.bias
+        router, options = _router(reference, index), step.options(index)
+        both_TE = logits[index], step.trace["router_logits"][index]
+        defined = select_experts(both_TE[1], router, options)
         for row in rows:
-            choice = _sigmoid_or_softmax(reference.router_logits[index][row], router.score) + bias
-            native_choice = _sigmoid_or_softmax(native.trace["router_logits"][index][row], router.score) + bias
-            only_ours, only_theirs = set(ours.ids[row]) - set(theirs.ids[row]) - {-1}, set(theirs.ids[row]) - set(ours.ids[row]) - {-1}
-            # The same experts in another order, or one side without a counterpart: the closest pair of the row decides.
-            pairs = [
-                (a, b) for a in only_ours or set(ours.ids[row]) for b in only_theirs or set(ours.ids[row]) if a != b and min(a, b) >= 0
-            ]
-            margin = min((abs(float(choice[a] - choice[b])) for a, b in pairs), default=0.0)
-            difference = float(np.abs(choice - native_choice).max())
-            found.append(NearTie(layer=layer, position=start + int(row), margin=margin, difference=difference))
+            margin, difference = _margin(ours, theirs, int(row), both_TE, router, options)
+            explained = np.array_equal(defined.ids[row], theirs.ids[row])
+            found.append(NearTie(layer=layer, position=step.start + int(row), margin=margin, difference=difference, explained=explained))
     return found
 
 
-def _sigmoid_or_softmax(logits_E: Float32, score: str) -> npt.NDArray[np.float64]:
-    z = logits_E.astype(np.float64)
-    if score == "sigmoid":
+def _margin(
+    ours: Selection, theirs: Selection, row: int, logits: tuple[Float32, Float32], router: RouterSpec, options: RoutingOptions
+) -> tuple[float | None, float]:
+    if (ours.dropped or theirs.dropped) and not np.array_equal(ours.kept, theirs.kept):
+        values_E, other_E = (_votes(logits_TE, router, options) for logits_TE in logits)
+        only_ours, only_theirs = set(ours.kept) - set(theirs.kept), set(theirs.kept) - set(ours.kept)
+        pairs = [(a, b) for a in only_ours for b in only_theirs]
+    else:
+        bias_E = 0.0 if router.bias is None else router.bias
+        values_E, other_E = (_scores(logits_TE[row], router) + bias_E for logits_TE in logits)
+        mine, his = ([int(e) for e in selection.ids[row] if e >= 0] for selection in (ours, theirs))
+        pairs = [(a, b) for a in mine if a not in his for b in his if b not in mine]
+        if set(mine) == set(his):
+            pairs = [(a, b) for i, a in enumerate(mine) for b in mine[i + 1 :] if his.index(a) > his.index(b)]
+    difference = float(np.abs(values_E - other_E).max())
+    return min((abs(float(values_E[a] - values_E[b])) for a, b in pairs), default=None), difference
+
+
+def _votes(logits_TE: Float32, router: RouterSpec, options: RoutingOptions) -> Float64:
+    if options.vote == "all_scores":
+        return np.asarray(_scores(logits_TE, router).sum(axis=0))
+    before, votes_E = select_experts(logits_TE, router, options.without_budget()), np.zeros(logits_TE.shape[1])
+    np.add.at(votes_E, before.ids[before.ids >= 0], before.weights[before.ids >= 0])
+    return votes_E
+
+
+def _scores(logits: Float32, router: RouterSpec) -> Float64:
+    z = logits.astype(np.float64)
+    if router.score == "sigmoid":
         return np.asarray(1.0 / (1.0 + np.exp(-z)))
-    e = np.exp(z - z.max())
-    return np.asarray(e / e.sum())
+    return np.exp(_log_softmax(z))
 
 
-def _kld(base_TW: Float32, other_TW: Float32) -> npt.NDArray[np.float64]:
-    base, other = _log_softmax(base_TW), _log_softmax(other_TW)
-    return np.asarray((np.exp(base) * (base - other)).sum(axis=1))
+def _router(reference: ReferenceModel, index: int) -> RouterSpec:
+    router = reference.router(reference.config.moe_layers[index])
+    assert router is not None
+    return router
 
 
-def _log_softmax(logits_TW: Float32) -> npt.NDArray[np.float64]:
-    z = logits_TW.astype(np.float64)
-    z = z - z.max(axis=1, keepdims=True)
-    return np.asarray(z - np.log(np.exp(z).sum(axis=1, keepdims=True)))
+def _relative_error(ours_TX: Float32, theirs_TX: Float32) -> float:
+    return float((np.abs(ours_TX - theirs_TX).max(axis=1) / np.abs(ours_TX).max(axis=1)).max())
+
+
+def _count_logits(step: NativeStep, reference_TW: Float32, result: WholeModel) -> None:
+    native_TW = step.logits_TW
+    result.positions += native_TW.shape[0]
+    result.equal_positions += int((native_TW == reference_TW).all(axis=1).sum())
+    result.worst_logit_error = max(result.worst_logit_error, _relative_error(reference_TW, native_TW))
+    base_TW, other_TW = _log_softmax(reference_TW.astype(np.float64)), _log_softmax(native_TW.astype(np.float64))
+    kld_T = (np.exp(base_TW) * (base_TW - other_TW)).sum(axis=1)
+    result.kld_sum += float(kld_T.sum())
+    result.kld_max = max(result.kld_max, float(kld_T.max()))
+    other = np.flatnonzero(native_TW.argmax(axis=1) != reference_TW.argmax(axis=1))
+    if other.size and result.first_argmax is None:
+        row = int(other[0])
+        difference = float(np.abs(native_TW[row] - reference_TW[row]).max())
+        result.first_argmax = {"position": step.start + row, "margin": top2_margin(reference_TW[row]), "difference": difference}
+
+
+def _log_softmax(z: Float64) -> Float64:
+    z = z - z.max(axis=-1, keepdims=True)
+    return np.asarray(z - np.log(np.exp(z).sum(axis=-1, keepdims=True)))

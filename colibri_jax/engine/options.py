@@ -15,8 +15,11 @@ from colibri_jax.tensors import expert_roles, tensor_specs
 
 # Without an explicit context, room for this many positions; a longer one is asked for by name.
 DEFAULT_CONTEXT_POSITIONS = 4096
-# A bound that leaves no room for a step of this many positions is refused; steps beyond the bound's room are errors.
+# A bound that leaves no room for a step of this many positions is refused; longer steps than it has room for are errors.
 LEAST_STEP_POSITIONS = 64
+# Steps of this many positions are made room for before the cache is: a usual chunk of a prompt.
+WANTED_STEP_POSITIONS = 512
+MOST_THREADS = 256
 # Share of the memory that is free at load which an engine without a stated bound takes.
 DEFAULT_MEMORY_SHARE = 0.7
 
@@ -63,12 +66,15 @@ class EngineOptions:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise OptionError("not positive", where=field, expected="1 or more", got=value)
+        for field in ("threads", "io_threads"):
+            if (getattr(self, field) or 1) > MOST_THREADS:
+                raise OptionError("too many threads", where=field, expected=f"1 to {MOST_THREADS}", got=getattr(self, field))
         if self.io not in ("direct", "buffered"):
             raise OptionError("unknown reader", where="io", expected="direct or buffered", got=self.io)
 
     def resolved_threads(self) -> int:
         """Compute threads after defaults."""
-        return self.threads or len(os.sched_getaffinity(0))
+        return self.threads or min(len(os.sched_getaffinity(0)), MOST_THREADS)
 
     def resolved_context(self, config: ModelConfig) -> int:
         """Cache positions after defaults.
@@ -125,13 +131,17 @@ def _fit(config: ModelConfig, options: EngineOptions, model: dict[str, Any], des
     def total(sizes: dict[str, int]) -> int:
         return sizes["dense_bytes"] + sizes["kv_cache_bytes"] + sizes["store_bytes"] + sizes["fixed_bytes"]
 
+    def step(positions: int) -> int:
+        rows: int = min(positions, described["context"])
+        return rows * one["step_bytes_per_position"] + 4 * config.vocab_size
+
     most = config.moe.n_experts if config.moe_layers else 1
     one = plan(1)
     if options.cache_experts is not None:
         cap, ram_bytes = min(options.cache_experts, most), 0
     else:
         ram_bytes = options.ram_bytes or int(DEFAULT_MEMORY_SHARE * free_memory_bytes())
-        least_step = min(LEAST_STEP_POSITIONS, described["context"]) * one["step_bytes_per_position"]
+        least_step = step(LEAST_STEP_POSITIONS)
         needed = total(one) + least_step
         if needed > ram_bytes:
             raise MemoryBudgetError(
@@ -142,12 +152,12 @@ def _fit(config: ModelConfig, options: EngineOptions, model: dict[str, Any], des
                 got=ram_bytes,
             )
         per_slot = total(plan(2)) - total(one)
-        cap = min(most, 1 + (ram_bytes - needed) // per_slot) if per_slot else most
+        room = max(ram_bytes - total(one) - step(WANTED_STEP_POSITIONS), 0)
+        cap = min(most, 1 + room // per_slot) if per_slot else most
     sizes = plan(cap)
-    max_step = (ram_bytes - total(sizes)) // sizes["step_bytes_per_position"] if options.ram_bytes else 0
     return EnginePlan(
         model=model,
-        options={**described, "cache_experts": cap, "max_step": max_step},
+        options={**described, "cache_experts": cap, "step_bytes": ram_bytes - total(sizes) if options.ram_bytes else 0},
         cache_experts=cap,
         dense_bytes=sizes["dense_bytes"],
         kv_cache_bytes=sizes["kv_cache_bytes"],
@@ -239,14 +249,14 @@ def _options_dict(
         "threads": options.resolved_threads(),
         "isa": options.isa,
         "quantised_activations": options.precision == "w4a8",
-        "max_step": 0,
-        "expert_topk": routing.expert_topk,
+        "step_bytes": 0,
+        # Larger counts mean the same as these bounds and would not fit a C++ integer.
+        "expert_topk": min(routing.expert_topk, config.moe.router.top_k),
         "expert_topp": routing.expert_topp,
         "policy": routing.policy,
         "denominator": routing.denominator,
         "vote": routing.vote,
-        # More than K means K and might not fit a C++ integer.
         "floor": min(routing.floor, config.moe.router.top_k),
         "coverage": routing.coverage,
-        "budgets": [routing.for_layer(i).scalar_budget for i in range(len(config.moe_layers))],
+        "budgets": [min(routing.for_layer(i).scalar_budget, config.moe.n_experts) for i in range(len(config.moe_layers))],
     }

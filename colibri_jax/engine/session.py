@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -13,13 +15,13 @@ from colibri_jax import _native
 from colibri_jax.config import ModelConfig
 from colibri_jax.container.reader import Container
 from colibri_jax.engine.options import EngineOptions, plan_engine
-from colibri_jax.errors import OptionError, TokenError
+from colibri_jax.errors import EngineError, OptionError, TokenError
 from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope, Selection
 from colibri_jax.stats import ScopeStats, Stats
 
 
 class NativeModel:
-    """A container run by the native engine; see `generate.protocol.LanguageModel` for the methods.
+    """A container run by the native engine; see `generate.protocol.LanguageModel` for the methods. One thread at a time calls it.
 
     Args:
         container: what to run; its dense weights are read now, its experts on demand.
@@ -47,6 +49,7 @@ class NativeModel:
         plan = plan_engine(container, self._options, self._routing)
         self._context_positions: int = plan.options["context"]
         self._engine = _native.Engine(plan.model, plan.options)
+        self._running = threading.Lock()
         self._selections: tuple[Selection, ...] = ()
         self._stats = Stats(
             backend="native",
@@ -97,18 +100,37 @@ class NativeModel:
             raise OptionError("unknown scope", where="scope", expected=", ".join(SCOPES), got=scope)
         if logits not in ("all", "last"):
             raise OptionError("unknown choice of logits", where="logits", expected="all or last", got=logits)
-        scores: npt.NDArray[np.float32] = self._engine.forward(_token_array(tokens), scope in self._budget_scopes, logits == "last")
-        self._selections = tuple(Selection(**fields) for fields in self._engine.selections)
-        step = ScopeStats(steps=1, positions=len(tokens), **self._engine.report).with_selections(self._selections)
-        scopes = {**self._stats.scopes, scope: self._stats.scopes[scope].plus(step)}
-        self._stats = dataclasses.replace(self._stats, scopes=scopes)
+        ids = _token_array(tokens)
+        with self._alone():
+            try:
+                scores: npt.NDArray[np.float32] = self._engine.forward(ids, scope in self._budget_scopes, logits == "last")
+            except BaseException:
+                # A step that was abandoned took its time and read what it read.
+                self._count(scope, ScopeStats(**self._engine.report))
+                raise
+            self._selections = tuple(Selection(**fields) for fields in self._engine.selections)
+            self._count(scope, ScopeStats(steps=1, positions=ids.size, **self._engine.report).with_selections(self._selections))
         return scores
 
     def rewind(self, n: int) -> None:
-        self._engine.rewind(n)
+        with self._alone():
+            self._engine.rewind(n)
 
     def reset(self) -> None:
-        self._engine.rewind(self._engine.position)
+        self.rewind(self.position)
+
+    def _count(self, scope: Scope, step: ScopeStats) -> None:
+        scopes = {**self._stats.scopes, scope: self._stats.scopes[scope].plus(step)}
+        self._stats = dataclasses.replace(self._stats, scopes=scopes)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._running.acquire(blocking=False):
+            raise EngineError("two calls at once", where="forward, rewind", expected="one thread at a time", got="a second call")
+        try:
+            yield
+        finally:
+            self._running.release()
 
     def set_trace(self, on: bool) -> None:
         """Keep every layer's input, router logits and attended positions of the following steps."""

@@ -194,7 +194,7 @@ class ReferenceModel:
             if result.selection is not None and result.router_logits_TE is not None:
                 selections.append(result.selection)
                 router_logits.append(result.router_logits_TE)
-        normed_TD = self._per_row(final_norm, hidden_TD, self._final_norm, zero_of(self._head), eps=self._config.rms_eps)
+        normed_TD = self.normed(hidden_TD)
         logits_TW = self.score(normed_TD if logits == "all" else normed_TD[-1:])
 
         self._caches, self._selections, self._hidden_TD = caches, tuple(selections), normed_TD
@@ -268,6 +268,10 @@ class ReferenceModel:
         return run_layer(
             self._layers[layer], hidden_TD, cache, start, rope=self._rope, geometry=self._geometry, attended_TS=attended_TS, select=select
         )
+
+    def normed(self, hidden_TD: Float32) -> Float32:
+        """float32 [T, D]: the last layer's output through the final norm."""
+        return self._per_row(final_norm, hidden_TD, self._final_norm, zero_of(self._head), eps=self._config.rms_eps)
 
     def score(self, normed_TD: Float32) -> Float32:
         """float32 [T, W]: logits of hidden states that went through the final norm (or the MTP block's)."""

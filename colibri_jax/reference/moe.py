@@ -43,7 +43,7 @@ def mlp(x_TD: jax.Array, weights: MLPWeights) -> jax.Array:
 
 
 def router_logits(x_TD: jax.Array, weight_ED: jax.Array) -> jax.Array:
-    """float32 [T, E]: float32 inputs and weights, summed in float64, rounded once."""
+    """float32 [T, E]: float32 inputs and weights, summed in float64 (in order: see `ordered`), rounded once."""
     with jax.enable_x64(True):
         logits_TE: jax.Array = _router_logits(x_TD, weight_ED)
     return logits_TE
@@ -51,8 +51,8 @@ def router_logits(x_TD: jax.Array, weight_ED: jax.Array) -> jax.Array:
 
 @jax.jit
 def _router_logits(x_TD: jax.Array, weight_ED: jax.Array) -> jax.Array:
-    logits_TE = jnp.einsum("td,ed->te", x_TD.astype(jnp.float64), weight_ED.astype(jnp.float64), precision="highest")
-    return logits_TE.astype(jnp.float32)
+    x_TD, weight_ED = x_TD.astype(jnp.float64), weight_ED.astype(jnp.float64)
+    return ordered.dot_float64(x_TD[:, None, :], weight_ED[None, :, :]).astype(jnp.float32)
 
 
 def weights_by_expert(selection: Selection, ids: npt.NDArray[np.integer], n_rows: int) -> npt.NDArray[np.float32]:

@@ -46,7 +46,7 @@ struct EngineOptions {
     int threads = 1;                    // compute threads, the caller's included
     std::string isa;                    // "" takes the best
     bool quantised_activations = true;  // false: float32 activations (precision "w4a32")
-    int64_t max_step = 0;               // longest step that fits the memory bound; 0: no bound
+    int64_t step_bytes = 0;             // working memory and logits that a step may take; 0: no bound
     RoutingOptions routing;             // TOPK and TOPP act always, the rest where a step says so
     std::vector<int64_t> budgets;       // one per MoE layer, 0 off
 };
@@ -84,7 +84,7 @@ struct MemoryPlan {
     int64_t dense_bytes = 0;              // weights that stay in memory
     int64_t kv_cache_bytes = 0;           // keys and values, indexer keys
     int64_t store_bytes = 0;              // expert slots and staging buffers
-    int64_t step_bytes_per_position = 0;  // working memory of a step
+    int64_t step_bytes_per_position = 0;  // working memory of a step, without logits
     int64_t fixed_bytes = 0;              // working memory whatever the step
 };
 
@@ -99,7 +99,8 @@ class Engine {
     static MemoryPlan memory_plan(const ModelSpec& model, const EngineOptions& options);
 
     // Appends `tokens` and writes float32 logits [n or 1][vocab] (`last_only`). `interrupted` is asked between layers; when it
-    // answers true the step is abandoned, nothing is appended and false is returned.
+    // answers true the step is abandoned, nothing is appended and false is returned. An Error leaves the engine as usable; the
+    // report says what the abandoned step did.
     bool forward(std::span<const int32_t> tokens, bool budget_acts, bool last_only, float* logits,
                  const std::function<bool()>& interrupted);
 

@@ -3,9 +3,15 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "colibri/routing.h"
+
+namespace colibri {
+struct ReadHooks;
+}
 
 namespace colibri::bindings {
 
@@ -17,5 +23,8 @@ void bind_kernels(pybind11::module_& module);
 void bind_routing(pybind11::module_& module);
 void bind_cache(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
+
+// Reads that go wrong as dictionaries say: kind, file, offset, bytes, times (io/faults.h). For tests.
+std::shared_ptr<ReadHooks> faulty_reads(const std::vector<pybind11::dict>& faults, bool reverse_completions);
 
 }  // namespace colibri::bindings

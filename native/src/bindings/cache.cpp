@@ -51,7 +51,9 @@ StoreOptions options_from(std::vector<std::string> files, const std::vector<std:
     return options;
 }
 
-std::vector<ReadFault> faults_from(const std::vector<py::dict>& list) {
+}  // namespace
+
+std::shared_ptr<ReadHooks> faulty_reads(const std::vector<py::dict>& list, bool reverse_completions) {
     std::vector<ReadFault> faults;
     for (const py::dict& d : list) {
         const auto number = [&](const char* key, uint64_t otherwise) {
@@ -60,8 +62,10 @@ std::vector<ReadFault> faults_from(const std::vector<py::dict>& list) {
         faults.push_back({fault_kind(d["kind"].cast<std::string>()), static_cast<int>(number("file", 0)), number("offset", 0),
                           number("bytes", 0), static_cast<int>(number("times", 1))});
     }
-    return faults;
+    return std::make_shared<FaultyReads>(std::move(faults), reverse_completions);
 }
+
+namespace {
 
 // Members of the wrappers end in reverse order: lease, walk, store.
 struct PyStore {
@@ -159,8 +163,7 @@ void bind_cache(py::module_& module) {
         .def(py::init([](std::vector<std::string> files, const std::vector<std::vector<py::dict>>& experts, int64_t cache_experts,
                          int io_threads, bool direct, const std::vector<py::dict>& faults, bool reverse_completions) {
                  StoreOptions options = options_from(std::move(files), experts, cache_experts, io_threads, direct);
-                 if (!faults.empty() || reverse_completions)
-                     options.hooks = std::make_shared<FaultyReads>(faults_from(faults), reverse_completions);
+                 if (!faults.empty() || reverse_completions) options.hooks = faulty_reads(faults, reverse_completions);
                  PyStore self;
                  if (!options.experts.empty() && !options.experts[0].empty()) {
                      const StoredExpert& e = options.experts[0][0];

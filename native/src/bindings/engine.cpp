@@ -94,11 +94,12 @@ EngineOptions options_from(const py::dict& d) {
     o.store.cache_experts = get<int64_t>(d, "cache_experts");
     o.store.io_threads = get<int>(d, "io_threads");
     o.store.direct = get<bool>(d, "direct");
+    if (d.contains("faults")) o.store.hooks = faulty_reads(d["faults"].cast<std::vector<py::dict>>(), false);  // tests only
     o.context = get<int64_t>(d, "context");
     o.threads = get<int>(d, "threads");
     o.isa = get<std::string>(d, "isa");
     o.quantised_activations = get<bool>(d, "quantised_activations");
-    o.max_step = get<int64_t>(d, "max_step");
+    o.step_bytes = get<int64_t>(d, "step_bytes");
     o.routing.expert_topk = get<int>(d, "expert_topk");
     o.routing.expert_topp = get<double>(d, "expert_topp");
     o.routing.policy = policy_named(get<std::string>(d, "policy"));

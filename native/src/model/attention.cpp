@@ -61,7 +61,9 @@ Attention::Attention(const ModelSpec& model, int64_t layer, int64_t context, con
 
 int64_t Attention::scratch_floats_per_position(const ModelSpec& m) {
     const int64_t qk = m.nope + m.rope;
-    return m.width + m.q_rank + m.heads * qk + m.kv_rank + m.rope + m.heads * m.value + m.indexer.heads * (m.indexer.dim + 1);
+    const int64_t index =
+        m.indexer.heads * (m.indexer.dim + 1) + m.indexer.topk + static_cast<int64_t>(sizeof(Attended::value_type) / 4);
+    return m.width + m.q_rank + m.heads * qk + m.kv_rank + m.rope + m.heads * m.value + index;
 }
 
 void Attention::project(Products& products, const Rope& rope, AttentionScratch& s, const float* hidden, int64_t n, int64_t start) {
@@ -126,7 +128,7 @@ void Attention::attend_head(const Kernels& kernels, AttentionScratch& s, Attenti
 void Attention::step(Products& products, const Rope& rope, AttentionScratch& s, float* hidden, int64_t n, int64_t start) {
     const int64_t width = model_.width, heads = model_.heads, value = model_.value;
     project(products, rope, s, hidden, n, start);
-    if (indexer_) indexer_->step(products, rope, s.normed.data(), s.q_latent.data(), n, start, s.attended);
+    if (indexer_) indexer_->step(products, rope, s, n, start);
 
     s.attended_values.reserve(n * heads * value);
     const int64_t per_head = (model_.nope + value) * model_.kv_rank * (1 + n) + 2 * n * (start + n) * cache_width_;

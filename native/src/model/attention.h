@@ -26,31 +26,33 @@ class Rope {
 // For each position of a step, the positions that it attends to; an empty list means all up to itself.
 using Attended = std::vector<std::vector<int32_t>>;
 
+struct AttentionScratch;
+
 // The DSA indexer of one full layer, with its key cache.
 class Indexer {
   public:
     Indexer(const ModelSpec& model, int64_t layer, int64_t context, const std::vector<std::string>& files);
-    // Appends the step's keys and, where a position has more than top-k predecessors, chooses among them.
-    void step(Products& products, const Rope& rope, const float* normed, const float* q_latent, int64_t n, int64_t start,
-              Attended& attended);
+    // Appends the keys of the step's normed inputs and, where a position has more than top-k candidates, chooses among them.
+    void step(Products& products, const Rope& rope, AttentionScratch& scratch, int64_t n, int64_t start);
     const Buffer<float>& keys() const { return keys_; }
     int64_t dim() const { return spec_.dim; }
 
   private:
-    void choose(const Kernels& kernels, const float* query, const float* head_weights, int64_t count, float* scores, float* relu,
+    struct Candidates;
+    void choose(const Kernels& kernels, const float* query, const float* head_weights, Candidates& candidates,
                 std::vector<int32_t>& chosen) const;
 
     IndexerSpec spec_;
     int64_t width_, q_rank_, rope_dim_;
     Weights wq_b_, wk_, k_norm_weight_, k_norm_bias_, weights_proj_;
     Buffer<float> keys_;  // [context][dim]
-    Buffer<float> queries_, head_weights_, row_;
 };
 
 // Working memory of attention that all layers share.
 struct AttentionScratch {
     Activations input, q_latent_input, output_input;
     Buffer<float> normed, q_latent, queries, kv, attended_values;
+    Buffer<float> index_queries, index_weights, index_row;
     struct PerThread {
         Buffer<float> head_weights;  // one head of kv_b, dequantised
         Buffer<float> query, scores, context;

@@ -2,6 +2,7 @@
 #include "colibri/engine.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 
@@ -30,6 +31,7 @@ StoreCounters difference(const StoreCounters& after, const StoreCounters& before
     d.useful_bytes -= before.useful_bytes;
     d.hits -= before.hits;
     d.misses -= before.misses;
+    d.wait_seconds -= before.wait_seconds;
     return d;
 }
 
@@ -55,6 +57,7 @@ struct Engine::Impl {
     PhaseClock clock;
     bool tracing = false;
     Trace trace;
+    int64_t bytes_per_position = 0;
 
     Impl(ModelSpec m, EngineOptions o)
         : model(std::move(m)),
@@ -79,9 +82,10 @@ struct Engine::Impl {
         if (moe_layers) store = std::make_unique<ExpertStore>(options.store);
         attention_scratch.per_thread.resize(pool.threads());
         selections.resize(moe_layers);
+        bytes_per_position = Engine::memory_plan(model, options).step_bytes_per_position;
     }
 
-    void check(std::span<const int32_t> tokens) const {
+    void check(std::span<const int32_t> tokens, bool last_only) const {
         const int64_t n = static_cast<int64_t>(tokens.size());
         if (n < 1) throw Error("TokenError", "a step needs tokens", "tokens", "1 or more", "0");
         for (int64_t p = 0; p < n; ++p)
@@ -91,9 +95,13 @@ struct Engine::Impl {
         if (position + n > options.context)
             throw Error("ContextOverflowError", "the step does not fit in the KV cache", "position " + std::to_string(position),
                         "at most " + std::to_string(options.context - position) + " tokens", std::to_string(n));
-        if (options.max_step && n > options.max_step)
+        if (!options.step_bytes) return;
+        const int64_t logits = model.vocab * static_cast<int64_t>(sizeof(float)),
+                      each = bytes_per_position + (last_only ? 0 : logits);
+        const int64_t most = (options.step_bytes - (last_only ? logits : 0)) / each;
+        if (n > most)
             throw Error("MemoryBudgetError", "the step needs more working memory than the bound leaves", "tokens",
-                        "at most " + std::to_string(options.max_step) + " in one step", std::to_string(n));
+                        "at most " + std::to_string(most) + " in one step", std::to_string(n));
     }
 
     RoutingOptions routing(int64_t moe_index, bool budget_acts) const {
@@ -115,27 +123,38 @@ struct Engine::Impl {
             if (interrupted()) return false;
             products.trace_layer = layer;
             if (tracing) trace.hidden.emplace_back(hidden.data(), hidden.data() + n * width);
-            {
-                const PhaseClock::Scope timed(clock, Phase::attention);
-                attention[layer].step(products, rope, attention_scratch, hidden.data(), n, position);
-            }
-            if (tracing) {
-                trace.attended.push_back(attention_scratch.attended);
-                trace.attended.back().resize(n);
-            }
-            FeedForward& ffn = feed_forward[layer];
-            const bool sparse = ffn.sparse();
-            Selection* selection = sparse ? &selections[ffn.moe_index()] : nullptr;
-            ffn.step(context, feed_forward_scratch, sparse ? routing(ffn.moe_index(), budget_acts) : RoutingOptions{},
-                     hidden.data(), n, selection);
-            if (tracing && sparse) {
-                const float* logits = feed_forward_scratch.router_logits.data();
-                trace.router_logits.emplace_back(logits, logits + n * model.experts);
+            try {
+                run_layer(context, layer, n, budget_acts);
+            } catch (const Error& error) {
+                // Reads name their tensor; values do not know where they are.
+                if (!error.kind.starts_with("NonFinite")) throw;
+                throw Error(error.kind, error.rule, "layer " + std::to_string(layer) + ", " + error.where, error.expected,
+                            error.got);
             }
         }
         products.trace = nullptr;
         if (tracing) trace.hidden.emplace_back(hidden.data(), hidden.data() + n * width);
         return true;
+    }
+
+    void run_layer(MoEContext& context, int64_t layer, int64_t n, bool budget_acts) {
+        {
+            const PhaseClock::Scope timed(clock, Phase::attention);
+            attention[layer].step(products, rope, attention_scratch, hidden.data(), n, position);
+        }
+        if (tracing) {
+            trace.attended.push_back(attention_scratch.attended);
+            trace.attended.back().resize(n);
+        }
+        FeedForward& ffn = feed_forward[layer];
+        const bool sparse = ffn.sparse();
+        Selection* selection = sparse ? &selections[ffn.moe_index()] : nullptr;
+        ffn.step(context, feed_forward_scratch, sparse ? routing(ffn.moe_index(), budget_acts) : RoutingOptions{}, hidden.data(), n,
+                 selection);
+        if (tracing && sparse) {
+            const float* logits = feed_forward_scratch.router_logits.data();
+            trace.router_logits.emplace_back(logits, logits + n * model.experts);
+        }
     }
 
     void score(int64_t n, bool last_only, float* logits) {
@@ -147,6 +166,19 @@ struct Engine::Impl {
                                         hidden.data() + p * width);
         head_input.set(normed, n - first, width, "head input");
         products.multiply(head.view(), head_input, logits, model.vocab);
+        for (int64_t i = 0; i < (n - first) * model.vocab; ++i)
+            if ((std::bit_cast<uint32_t>(logits[i]) & 0x7F800000u) == 0x7F800000u)
+                throw Error("NonFiniteLogitError", "the model scored a token with no number",
+                            "position " + std::to_string(first + i / model.vocab) + " of the step, token " +
+                                std::to_string(i % model.vocab),
+                            "finite", std::to_string(logits[i]));
+    }
+
+    void account(Clock::time_point begin, const StoreCounters& before) {
+        clock.enter(Phase::other);
+        report.phase_seconds = clock.seconds();
+        if (store) report.store = difference(store->counters(), before);
+        report.wall_seconds = std::chrono::duration<double>(Clock::now() - begin).count();
     }
 };
 
@@ -163,12 +195,16 @@ MemoryPlan Engine::memory_plan(const ModelSpec& m, const EngineOptions& o) {
     }
     const bool has_experts = std::find(m.sparse.begin(), m.sparse.end(), true) != m.sparse.end();
     plan.store_bytes = has_experts ? ExpertStore::memory_bytes(o.store) : 0;
-    // Every float of a step may also stand quantised beside itself: one byte each, and two words per group.
+    // Every float of a step may also stand quantised beside itself: one byte each, and two words per group of 16 or more.
     const int64_t floats = m.width + Attention::scratch_floats_per_position(m) + FeedForward::scratch_floats_per_position(m);
-    plan.step_bytes_per_position = floats * 4 + floats * (64 + 8) / 64;
-    plan.fixed_bytes = Rope::memory_bytes(m.rope, o.context) +
-                       o.threads * ((m.nope + m.value) * m.kv_rank + o.context + 2 * (m.kv_rank + m.rope)) * 4 +
-                       (o.quantised_activations ? 0 : o.threads * kRowBlock * std::max(m.width, m.dense_hidden) * 4);
+    const int64_t moe_layers = std::count(m.sparse.begin(), m.sparse.end(), true);
+    // Ids and weights of every selection, here and in Python.
+    plan.step_bytes_per_position = floats * 4 + floats * (16 + 8) / 16 + 2 * moe_layers * m.router.top_k * 8;
+    const int64_t widest = std::max({m.width, m.dense_hidden, m.q_rank, m.heads * m.value, m.expert_hidden, m.shared_hidden});
+    const int64_t attending = (m.nope + m.value) * m.kv_rank + o.context + 2 * (m.kv_rank + m.rope);
+    const int64_t choosing = m.indexer.heads ? 2 * o.context + widest : 0;
+    plan.fixed_bytes = Rope::memory_bytes(m.rope, o.context) + o.threads * (attending + choosing) * 4 +
+                       (o.quantised_activations ? 0 : o.threads * kRowBlock * widest * 4);
     return plan;
 }
 
@@ -176,20 +212,21 @@ bool Engine::forward(std::span<const int32_t> tokens, bool budget_acts, bool las
                      const std::function<bool()>& interrupted) {
     Impl& self = *impl_;
     const Clock::time_point begin = Clock::now();
-    self.check(tokens);
     self.report = {};
+    self.check(tokens, last_only);
     self.clock.start();
     const StoreCounters before = self.store ? self.store->counters() : StoreCounters{};
-    const bool finished = self.run(tokens, budget_acts, interrupted);
     const int64_t n = static_cast<int64_t>(tokens.size());
-    if (finished) {
-        self.score(n, last_only, logits);
-        self.position += n;
+    bool finished = false;
+    try {
+        finished = self.run(tokens, budget_acts, interrupted);
+        if (finished) self.score(n, last_only, logits);
+    } catch (...) {
+        self.account(begin, before);
+        throw;
     }
-    self.clock.enter(Phase::other);
-    self.report.phase_seconds = self.clock.seconds();
-    if (self.store) self.report.store = difference(self.store->counters(), before);
-    self.report.wall_seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    if (finished) self.position += n;
+    self.account(begin, before);
     return finished;
 }
 

@@ -22,16 +22,27 @@ Indexer::Indexer(const ModelSpec& model, int64_t layer, int64_t context, const s
     weights_proj_ = load("weights_proj", Resident::f32);
 }
 
-void Indexer::step(Products& products, const Rope& rope, const float* normed, const float* q_latent, int64_t n, int64_t start,
-                   Attended& attended) {
+// What one thread needs to choose positions.
+struct Indexer::Candidates {
+    Candidates(int64_t positions, int64_t heads, int64_t width)
+        : scores(positions), order(positions), relu(heads), rotated(width) {}
+    int64_t count = 0;  // positions to choose from
+    std::vector<float> scores;
+    std::vector<int32_t> order;
+    std::vector<float> relu, rotated;
+};
+
+void Indexer::step(Products& products, const Rope& rope, AttentionScratch& s, int64_t n, int64_t start) {
     const Kernels& kernels = products.kernels();
     const int64_t dim = spec_.dim, heads = spec_.heads;
-    row_.reserve(std::max(width_, q_rank_));
+    const float* normed = s.normed.data();
+    s.index_row.reserve(std::max(width_, q_rank_));
+    float* row = s.index_row.data();
     std::vector<float> scratch(std::max(dim, rope_dim_));
 
     for (int64_t j = 0; j < dim; ++j) {
-        wk_.row(kernels, j, row_.data());
-        for (int64_t p = 0; p < n; ++p) keys_[(start + p) * dim + j] = kernels.dot(row_.data(), normed + p * width_, width_);
+        wk_.row(kernels, j, row);
+        for (int64_t p = 0; p < n; ++p) keys_[(start + p) * dim + j] = kernels.dot(row, normed + p * width_, width_);
     }
     for (int64_t p = 0; p < n; ++p) {
         float* key = keys_.data() + (start + p) * dim;
@@ -39,53 +50,55 @@ void Indexer::step(Products& products, const Rope& rope, const float* normed, co
         rope.rotate(start + p, key, scratch.data());
     }
 
-    attended.assign(n, {});
+    s.attended.assign(n, {});
     if (start + n <= spec_.topk) return;
 
     // Only positions with more than top-k candidates need a choice.
     const int64_t first = std::max<int64_t>(0, spec_.topk - start);
-    queries_.reserve(n * heads * dim);
-    head_weights_.reserve(n * heads);
+    s.index_queries.reserve(n * heads * dim);
+    s.index_weights.reserve(n * heads);
     for (int64_t r = 0; r < heads * dim; ++r) {
-        wq_b_.row(kernels, r, row_.data());
+        wq_b_.row(kernels, r, row);
         for (int64_t p = first; p < n; ++p)
-            queries_[p * heads * dim + r] = kernels.dot(row_.data(), q_latent + p * q_rank_, q_rank_);
+            s.index_queries[p * heads * dim + r] = kernels.dot(row, s.q_latent.data() + p * q_rank_, q_rank_);
     }
     const float head_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads)));
     products.pool().parallel_for(n - first, (n - first) * (start + n) * heads * dim, [&](int64_t begin, int64_t end, int) {
-        std::vector<float> scores(start + n), relu(heads), rotated(std::max(dim, rope_dim_));
+        Candidates candidates(start + n, heads, std::max(dim, rope_dim_));
         for (int64_t p = first + begin; p < first + end; ++p) {
+            float* query = s.index_queries.data() + p * heads * dim;
+            float* weights = s.index_weights.data() + p * heads;
             for (int64_t h = 0; h < heads; ++h) {
-                rope.rotate(start + p, queries_.data() + (p * heads + h) * dim, rotated.data());
-                head_weights_[p * heads + h] =
-                    kernels.dot(weights_proj_.f32() + h * width_, normed + p * width_, width_) * head_scale;
+                rope.rotate(start + p, query + h * dim, candidates.rotated.data());
+                weights[h] = kernels.dot(weights_proj_.f32() + h * width_, normed + p * width_, width_) * head_scale;
             }
-            choose(kernels, queries_.data() + p * heads * dim, head_weights_.data() + p * heads, start + p + 1, scores.data(),
-                   relu.data(), attended[p]);
+            candidates.count = start + p + 1;
+            choose(kernels, query, weights, candidates, s.attended[p]);
         }
     });
 }
 
-void Indexer::choose(const Kernels& kernels, const float* query, const float* head_weights, int64_t count, float* scores,
-                     float* relu, std::vector<int32_t>& chosen) const {
-    const int64_t dim = spec_.dim, heads = spec_.heads;
+void Indexer::choose(const Kernels& kernels, const float* query, const float* head_weights, Candidates& candidates,
+                     std::vector<int32_t>& chosen) const {
+    const int64_t dim = spec_.dim, heads = spec_.heads, count = candidates.count;
     const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim)));
+    const std::vector<float>& scores = candidates.scores;
     for (int64_t s = 0; s < count; ++s) {
         for (int64_t h = 0; h < heads; ++h) {
             const float score = kernels.dot(query + h * dim, keys_.data() + s * dim, dim) * scale;
-            relu[h] = score > 0.0f ? score : 0.0f;
+            candidates.relu[h] = score > 0.0f ? score : 0.0f;
         }
-        scores[s] = kernels.dot(head_weights, relu, heads);
+        candidates.scores[s] = kernels.dot(head_weights, candidates.relu.data(), heads);
         if (!std::isfinite(scores[s]))
             throw Error("NonFiniteActivationError", "an indexer score is not finite",
                         "position " + std::to_string(count - 1) + ", attended position " + std::to_string(s), "a finite value",
                         std::to_string(scores[s]));
     }
-    chosen.resize(count);
-    std::iota(chosen.begin(), chosen.end(), 0);
-    std::nth_element(chosen.begin(), chosen.begin() + spec_.topk - 1, chosen.end(),
-                     [scores](int32_t a, int32_t b) { return scores[a] != scores[b] ? scores[a] > scores[b] : a < b; });
-    chosen.resize(spec_.topk);
+    const auto begin = candidates.order.begin();
+    std::iota(begin, begin + count, 0);
+    std::nth_element(begin, begin + spec_.topk - 1, begin + count,
+                     [&scores](int32_t a, int32_t b) { return scores[a] != scores[b] ? scores[a] > scores[b] : a < b; });
+    chosen.assign(begin, begin + spec_.topk);
     std::sort(chosen.begin(), chosen.end());
 }
 

@@ -59,7 +59,7 @@ const QuantizedActivations& Activations::quantised(Products& products, int64_t g
 
 void Activations::gather(Activations& from, const std::vector<int32_t>& positions, Products& products, int64_t group) {
     const int64_t n = static_cast<int64_t>(positions.size());
-    if (!products.quantised()) {
+    if (!products.quantised() || !group) {
         gathered_.reserve(n * from.cols_);
         for (int64_t i = 0; i < n; ++i)
             std::memcpy(gathered_.data() + i * from.cols_, from.x_ + positions[i] * from.cols_, from.cols_ * sizeof(float));

@@ -38,7 +38,7 @@ enum class Resident {
 class Weights {
   public:
     Weights() = default;
-    // Reads a tensor from its file. `role` names it in errors.
+    // Reads a tensor from its file. `role` names it in errors. Throws Error("NonFiniteWeightError") for a value or scale.
     Weights(const std::string& role, const StoredMatrix& stored, Resident form, const std::vector<std::string>& files);
 
     static int64_t memory_bytes(const StoredMatrix& stored, Resident form);
@@ -52,6 +52,10 @@ class Weights {
     bool empty() const { return data_.size() == 0; }
 
   private:
+    void read_repacked(const std::vector<std::string>& files);
+    void read_dequantised(const std::vector<std::string>& files);
+    void check_inner_scales(const std::vector<std::string>& files) const;
+
     StoredMatrix stored_;
     Buffer<uint8_t> data_;
     Buffer<float> scales_;
@@ -69,7 +73,8 @@ class Activations {
     int64_t cols() const { return cols_; }
     const std::vector<int32_t>* positions() const { return positions_; }
     const QuantizedActivations& quantised(Products& products, int64_t group);
-    // The rows of `from` that `positions` lists. What is already quantised is copied, not made again.
+    // The rows of `from` that `positions` lists. Quantised in groups of `group`, what is there already is copied, not made
+    // again; with group 0 the floats are copied, for products of several group sizes.
     void gather(Activations& from, const std::vector<int32_t>& positions, Products& products, int64_t group);
 
   private:

@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "colibri/error.h"
-
 namespace colibri {
 
 void run_mlp(Products& products, const MlpViews& mlp, Activations& x, FeedForwardScratch& s, float* y) {
@@ -26,7 +24,7 @@ void run_mlp(Products& products, const MlpViews& mlp, Activations& x, FeedForwar
 }
 
 FeedForward::FeedForward(const ModelSpec& model, int64_t layer, int64_t moe_index, const std::vector<std::string>& files)
-    : model_(model), layer_(layer), moe_index_(moe_index), router_spec_(model.router) {
+    : model_(model), moe_index_(moe_index), router_spec_(model.router) {
     const auto load = [&](const std::string& name, Resident form) {
         const std::string role = "layers." + std::to_string(layer) + "." + name;
         return Weights(role, model.tensors.at(role), form, files);
@@ -48,7 +46,7 @@ FeedForward::FeedForward(const ModelSpec& model, int64_t layer, int64_t moe_inde
 
 int64_t FeedForward::scratch_floats_per_position(const ModelSpec& m) {
     const int64_t hidden = std::max(m.dense_hidden, std::max(m.expert_hidden, m.shared_hidden));
-    return 4 * m.width + 2 * hidden + m.experts;
+    return 4 * m.width + 2 * hidden + m.experts + 2;
 }
 
 void FeedForward::step(MoEContext& context, FeedForwardScratch& s, const RoutingOptions& options, float* hidden, int64_t n,
@@ -90,12 +88,8 @@ void FeedForward::route(MoEContext& context, FeedForwardScratch& s, const Routin
     if (options.policy == Policy::resident)
         for (int32_t expert = 0; expert < experts; ++expert)
             if (context.store->resident(static_cast<int>(moe_index_), expert)) s.resident.push_back(expert);
-    try {
-        selection = select_experts({s.router_logits.data(), static_cast<size_t>(n * experts)}, n, experts, router_spec_, options,
-                                   s.resident);
-    } catch (const Error& error) {
-        throw Error(error.kind, error.rule, "layer " + std::to_string(layer_) + ", " + error.where, error.expected, error.got);
-    }
+    selection =
+        select_experts({s.router_logits.data(), static_cast<size_t>(n * experts)}, n, experts, router_spec_, options, s.resident);
     for (const int32_t expert : selection.removed)
         if (!context.store->resident(static_cast<int>(moe_index_), expert))
             context.report.avoided_read_bytes_estimate += static_cast<uint64_t>(context.store->expert_file_bytes());
@@ -128,7 +122,7 @@ void FeedForward::run_experts(MoEContext& context, FeedForwardScratch& s, const 
         // One position alone needs no copy; its quantised form is shared by all of its experts.
         Activations* input = &s.input;
         if (n > 1) {
-            s.gathered.gather(s.input, s.rows, products, mlp.gate.group);
+            s.gathered.gather(s.input, s.rows, products, mlp.gate.group == mlp.up.group ? mlp.gate.group : 0);
             input = &s.gathered;
         }
         run_mlp(products, mlp, *input, s, s.out.data());

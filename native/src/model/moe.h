@@ -51,7 +51,7 @@ class FeedForward {
     void run_experts(MoEContext& context, FeedForwardScratch& scratch, const Selection& selection, int64_t n);
 
     const ModelSpec& model_;
-    int64_t layer_, moe_index_;
+    int64_t moe_index_;
     Weights norm_, gate_, up_, down_;  // the dense MLP, or the shared experts
     Weights router_;
     RouterSpec router_spec_;

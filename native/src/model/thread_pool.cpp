@@ -1,7 +1,11 @@
 // Compute threads that sleep when idle.
 #include "thread_pool.h"
 
+#include <string>
+#include <system_error>
 #include <utility>
+
+#include "colibri/error.h"
 
 namespace colibri {
 
@@ -11,10 +15,19 @@ constexpr int64_t kWorthWaking = 128 * 1024;
 }  // namespace
 
 ThreadPool::ThreadPool(int threads) {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { run(i); });
+    try {
+        for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { run(i); });
+    } catch (const std::system_error& refused) {
+        const size_t got = workers_.size();
+        stop();
+        throw Error("OptionError", "the system refuses so many threads", "threads", "at most " + std::to_string(got + 1),
+                    std::to_string(threads) + " (" + refused.what() + ")");
+    }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
     {
         const std::lock_guard lock(mutex_);
         stop_ = true;

@@ -13,6 +13,7 @@ namespace colibri {
 
 class ThreadPool {
   public:
+    // Throws Error("OptionError") where the system refuses that many.
     explicit ThreadPool(int threads);
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
@@ -25,6 +26,7 @@ class ThreadPool {
     void parallel_for(int64_t items, int64_t work, const std::function<void(int64_t, int64_t, int)>& body);
 
   private:
+    void stop();
     void run(int thread);
     void run_share(int thread);
 
