@@ -14,16 +14,19 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from colibri_jax.errors import ConfigError, OptionError, ShapeError
+from colibri_jax.errors import ConfigError, FencedOptionError, OptionError, ShapeError
 
 Score = Literal["sigmoid", "softmax"]
 Scope = Literal["prefill", "decode", "verify"]
-Policy = Literal["aggregate"]
+Policy = Literal["aggregate", "floor", "substitute", "coverage", "per_position", "resident"]
 Denominator = Literal["survivors", "frozen"]
 Vote = Literal["weights", "all_scores"]
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+# Their kept set is no function of logits and options alone; they exist for comparison.
+IRREPRODUCIBLE_POLICIES: tuple[Policy, ...] = ("resident",)
 
 # Weights are voted in units of 2^-32 as int64; a scaling factor below 2^10 keeps every sum of a step exact.
 MAX_SCALING_FACTOR = 2.0**10
@@ -131,6 +134,7 @@ class RoutingOptions:
 
     Raises:
         OptionError: a field is outside its domain.
+        FencedOptionError: the policy is irreproducible and that was not allowed.
     """
 
     expert_topk: int = 0
@@ -156,6 +160,10 @@ class RoutingOptions:
         for field, known in (("policy", POLICIES), ("denominator", get_args(Denominator)), ("vote", get_args(Vote))):
             if getattr(self, field) not in known:
                 raise OptionError(f"unknown {field}", where=field, expected=", ".join(known), got=getattr(self, field))
+        if self.policy in IRREPRODUCIBLE_POLICIES and not self.allow_irreproducible:
+            raise FencedOptionError(
+                "the output of this policy depends on what the cache holds", where="policy", expected="allow_irreproducible=True", got=self.policy
+            )
         if self.floor < 1:
             raise OptionError("floor out of range", where="floor", expected="1 or more", got=self.floor)
         if not 0.0 < self.coverage <= 1.0:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 from oracles import selection as oracle
 
-from colibri_jax.routing_spec import RouterSpec, RoutingOptions
+from colibri_jax.routing_spec import IRREPRODUCIBLE_POLICIES, Policy, RouterSpec, RoutingOptions
 
 T = TypeVar("T")
 
@@ -21,15 +21,16 @@ GROUPED = ((12, 3), (16, 8), (64, 8), (256, 8))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """One step: float32 logits [S, E], router and options."""
+    """One step: float32 logits [S, E], router, options and, for a policy that looks at it, what the cache holds: bool [E]."""
 
     logits: npt.NDArray[np.float32]
     router: RouterSpec
     options: RoutingOptions
+    resident: npt.NDArray[np.bool_] | None = None
 
     @property
-    def args(self) -> tuple[npt.NDArray[np.float32], RouterSpec, RoutingOptions]:
-        return self.logits, self.router, self.options
+    def args(self) -> tuple[npt.NDArray[np.float32], RouterSpec, RoutingOptions, npt.NDArray[np.bool_] | None]:
+        return self.logits, self.router, self.options, self.resident
 
 
 class Chooser(Protocol):
@@ -68,19 +69,24 @@ class _Random:
         return options[self.integer(0, len(options) - 1)]
 
 
+AGGREGATE: tuple[Policy, ...] = ("aggregate",)
+
+
 @st.composite
-def selection_cases(draw: st.DrawFn, max_experts: int = 256) -> Case:
-    """S 1…64, E 1…max_experts, every router and option field; about half of the cases on coarse grids."""
-    return make_case(_Drawn(draw), max_experts)
+def selection_cases(draw: st.DrawFn, max_experts: int = 256, policies: tuple[Policy, ...] = AGGREGATE, max_positions: int = 64) -> Case:
+    """S 1…max_positions, E 1…max_experts, every router and option field; about half of the cases on coarse grids."""
+    return make_case(_Drawn(draw), max_experts, policies, max_positions)
 
 
-def random_case(rng: np.random.Generator, max_experts: int = 256) -> Case:
+def random_case(
+    rng: np.random.Generator, max_experts: int = 256, policies: tuple[Policy, ...] = AGGREGATE, max_positions: int = 64
+) -> Case:
     """The same distribution, fast."""
-    return make_case(_Random(rng), max_experts)
+    return make_case(_Random(rng), max_experts, policies, max_positions)
 
 
-def make_case(c: Chooser, max_experts: int) -> Case:
-    positions = c.pick((1, 2, c.integer(1, 8), c.integer(1, 64)))
+def make_case(c: Chooser, max_experts: int, policies: tuple[Policy, ...], max_positions: int) -> Case:
+    positions = c.pick((1, 2, c.integer(1, 8), c.integer(1, max_positions)))
     router = _router(c, max_experts)
     experts = 0 if router.bias is None else router.bias.shape[0]
     if not c.integer(0, 1):
@@ -94,7 +100,29 @@ def make_case(c: Chooser, max_experts: int) -> Case:
     )
     if not c.integer(0, 5):
         options = dataclasses.replace(options, expert_topp=_exact_share(c, Case(logits, router, options)))
-    return Case(logits, router, dataclasses.replace(options, budget=_budget(c, Case(logits, router, options))))
+    case = Case(logits, router, options)
+    if policies != AGGREGATE:
+        case = _with_policy(c, case, experts, c.pick(policies))
+    case = dataclasses.replace(case, options=dataclasses.replace(case.options, budget=_budget(c, case)))
+    if case.options.policy == "coverage" and not c.integer(0, 1):
+        case = dataclasses.replace(case, options=dataclasses.replace(case.options, coverage=_exact_coverage(c, case)))
+    return case
+
+
+def _with_policy(c: Chooser, case: Case, experts: int, policy: Policy) -> Case:
+    resident = None
+    if policy == "resident":
+        share = c.pick((0.3, 0.0, 0.7, 1.0))
+        resident = np.random.default_rng(c.integer(0, 2**32 - 1)).random(experts) < share
+    floor, share = c.pick((1, 2, 3)), c.pick((1.0, 0.5, 0.75, c.integer(1, 1023) / 1024.0, c.integer(1, 999) / 1000.0, 5e-324))
+    topp = case.options.expert_topp
+    if policy == "substitute":
+        # What TOPP removed can come back, and in the place of a survivor.
+        topp = c.pick((topp, 0.5, 0.8))
+    options = dataclasses.replace(
+        case.options, policy=policy, floor=floor, coverage=share, expert_topp=topp, allow_irreproducible=policy in IRREPRODUCIBLE_POLICIES
+    )
+    return dataclasses.replace(case, options=options, resident=resident)
 
 
 def _router(c: Chooser, max_experts: int) -> RouterSpec:
@@ -153,22 +181,41 @@ def _exact_share(c: Chooser, case: Case) -> float:
     """A share P with P · c_last == c_j of one position, found from the oracle's running sums; 0.5 where there is none."""
     sums = oracle.select(*case.args).topp_sums
     row = sums[c.integer(0, len(sums) - 1)]
-    target = row[c.integer(0, len(row) - 1)]
-    if not 0.0 < target < row[-1]:
+    return _share_of(row[c.integer(0, len(row) - 1)], row[-1])
+
+
+def _exact_coverage(c: Chooser, case: Case) -> float:
+    """A share τ with τ · float64(ΣA) == float64(held A) after the floor set or after one more; 0.5 where there is none."""
+    held = oracle.select(*case.args).held_sums
+    return _share_of(float(held[c.integer(0, len(held) - 1)]), float(held[-1]))
+
+
+def _share_of(target: float, total: float) -> float:
+    """A share of the total whose product with it is the target; the nearest one if none is; 0.5 outside (0, total)."""
+    if not 0.0 < target < total:
         return 0.5
-    share = target / row[-1]
+    share = target / total
     for candidate in (share, float(np.nextafter(share, 0.0)), float(np.nextafter(share, 1.0))):
-        if candidate * row[-1] == target and 0.0 < candidate < 1.0:
+        if candidate * total == target and 0.0 < candidate < 1.0:
             return candidate
     return share
 
 
 def _budget(c: Chooser, case: Case) -> int:
-    """Off, one, any, or around the size of the union."""
-    kind = c.pick(("off", "one", "any", "around", "around"))
+    """Off, one, any, or around the size of the union; of the largest position under `per_position`."""
+    policy = case.options.policy
+    kind = c.pick(("off", "one", "any", "around", "around") if policy == "aggregate" else ("off", "any", "around", "telling", "telling"))
     if kind == "off":
         return 0
     if kind == "one":
         return 1
-    union = oracle.select(*case.args).selection.union_size
-    return c.integer(1, union) if kind == "any" else max(1, union + c.integer(-2, 1))
+    verdict = oracle.select(*case.args)
+    size, least = verdict.selection.union_size, 1
+    if policy == "per_position":
+        size = int((verdict.selection.ids >= 0).sum(axis=1).max())
+    elif policy in ("floor", "substitute", "coverage"):
+        # One sum for the floor set and one for each further expert.
+        least = size - (len(verdict.held_sums) - 1)
+    if kind == "telling":
+        return c.integer(min(least, size - 1), size - 1) if size > 1 else 1
+    return c.integer(1, size) if kind == "any" else max(1, size + c.integer(-2, 1))

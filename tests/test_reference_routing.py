@@ -343,6 +343,46 @@ def test_float32_sums_and_widening_keep_subnormals() -> None:
     assert (x64(exact.widen, a) == a.astype(np.float64)).all()
 
 
+@pytest.mark.parametrize(
+    ("shape", "shared"),
+    [((64, 64), (64, 1)), ((1, 64), (1, 1)), ((64, 64), (1, 64)), ((64,), ()), ((3, 5, 7), (3, 5, 1)), ((9, 9), (9, 9))],
+)
+def test_a_shared_divisor_divides(shape: tuple[int, ...], shared: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(10)
+    a, b = rng.uniform(0, 1, shape) * rng.integers(0, 2, shape), rng.uniform(1, 10, shared)
+    assert (x64(exact.divide, a, b) == a / b).all()
+    assert (x64(jax.vmap(exact.divide), a[None], b[None]) == a / b).all()
+    # The same with a divisor that is a constant of the program.
+    assert (x64(lambda a: exact.divide(a, jnp.asarray(b)), a) == a / b).all()
+    if shape == (64, 64):
+        assert (x64(lambda a, b: a / b, a, b) != a / b).any(), "the plain quotient would do as well"
+
+
+def test_softmax_divides_by_the_sum_to_the_last_bit() -> None:
+    """Quotients within a float64 ulp of a float32 midpoint are rare, so they are compared before they are rounded."""
+    z = np.random.default_rng(11).normal(0, 3, (200, 64)).astype(np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "round_to_float32", lambda x: x)
+        got = x64(lambda z: exact.softmax(z, jnp.ones(64, bool)), z)
+        patch.setattr(oracle, "small_is_zero", lambda x: x)
+        assert got.tolist() == [oracle.scores(row, "softmax") for row in z.tolist()]
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_weights_divide_by_the_positions_sum_to_the_last_bit(traced: bool) -> None:
+    """Compared before rounding, as above."""
+    rng = np.random.default_rng(12)
+    score, total, scale = rng.uniform(0, 1, (64, 32)).astype(np.float32).astype(np.float64), rng.uniform(1, 9, (64, 1)), 2.5
+    controls = routing.controls_of(RouterSpec(score="sigmoid", top_k=4, routed_scaling_factor=scale), RoutingOptions(), 64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "round_to_float32", lambda x: x)
+        if traced:
+            got = x64(routing.weight, score, total, controls)
+        else:
+            got = x64(lambda score, total: routing.weight(score, total, controls), score, total)
+    assert (got == score * scale / (total + 1e-20)).all()
+
+
 def test_running_sums_are_added_from_the_left() -> None:
     x = np.random.default_rng(9).uniform(0, 1, (3, 200)) * 10.0 ** np.arange(200)[::-1].clip(0, 12)
     assert (x64(exact.running_sums, x) == np.cumsum(x, axis=1)).all()

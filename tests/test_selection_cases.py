@@ -17,15 +17,24 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from colibri_jax import RouterSpec, RoutingOptions, Selection
+from colibri_jax.routing_spec import POLICIES
 
 LOGIT_OF_SCORE = {0.0: -110.0, 0.5: 0.0, 1.0: 40.0}
 
 
-def events(scores: list[list[float]], *, bias: list[float] | None = None, options: dict[str, Any] | None = None, **router: Any) -> set[str]:
+def events(
+    scores: list[list[float]],
+    *,
+    bias: list[float] | None = None,
+    options: dict[str, Any] | None = None,
+    resident: list[int] | None = None,
+    **router: Any,
+) -> set[str]:
     """Events of one case whose sigmoid scores are the given 0, 0.5 and 1."""
     logits = np.array([[[LOGIT_OF_SCORE[p] for p in row] for row in scores]], np.float32)
     spec = RouterSpec(score="sigmoid", bias=None if bias is None else np.array(bias, np.float32), **router)
-    reading = sc.read_block(spec, RoutingOptions(**(options or {})), logits)
+    given = RoutingOptions(allow_irreproducible=True, **(options or {}))
+    reading = sc.read_block(spec, given, logits, None if resident is None else np.array(resident))
     return {event for event, found in reading.events.items() if found[0]}
 
 
@@ -80,6 +89,58 @@ def test_votes_follow_the_option() -> None:
     assert "tie at the budget boundary" not in events(scores, top_k=1, options={"budget": 1, "vote": "all_scores"})
 
 
+DISJOINT = [[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]]
+ACTING = "budget acting"
+BUDGET_TIE = "tie at the budget boundary"
+
+
+def test_floor_binding() -> None:
+    assert events(DISJOINT, top_k=2, options={"policy": "floor", "budget": 1}) == {ACTING, "floor binding"}
+    assert events(DISJOINT, top_k=2, options={"policy": "floor", "budget": 2}) == {ACTING}, "the floor set is the budget"
+    assert events(DISJOINT, top_k=2, options={"policy": "floor", "budget": 3}) == {ACTING, BUDGET_TIE}
+    assert events(DISJOINT, top_k=2, options={"policy": "floor", "budget": 1, "floor": 2}) == {"floor binding"}, "nothing is lost"
+
+
+def test_coverage_stopping_at_equality() -> None:
+    def found(share: float, **options: Any) -> set[str]:
+        return events([[0.5] * 4], top_k=4, options={"policy": "coverage", "coverage": share, **options})
+
+    assert found(0.5) == {ACTING, BUDGET_TIE, "coverage stopping at equality"}
+    assert found(math.nextafter(0.5, 1)) == {ACTING, BUDGET_TIE}
+    assert found(0.25) == {ACTING}, "the floor alone holds it"
+    assert found(0.5, budget=2) == {ACTING, BUDGET_TIE}, "the budget stops it there too"
+    assert found(0.5, budget=1) == {ACTING}
+    assert found(1.0) == set()
+
+
+def test_substitute_newcomer() -> None:
+    scores = [[1.0, 1.0, 0.0, 0.5], [0.5, 0.0, 1.0, 1.0]]
+    assert "substitute newcomer" in events(scores, top_k=2, options={"policy": "substitute", "budget": 2})
+    assert events(scores, top_k=2, options={"policy": "floor", "budget": 2}) == {ACTING}
+    grouped = {"n_group": 2, "topk_group": 1}
+    assert "substitute newcomer" not in events(scores, top_k=2, options={"policy": "substitute", "budget": 2}, **grouped)
+
+
+def test_per_position_acting() -> None:
+    assert events(DISJOINT, top_k=2, options={"policy": "per_position", "budget": 1}) == {ACTING, BUDGET_TIE, "per_position acting"}
+    assert events(DISJOINT, top_k=2, options={"policy": "per_position", "budget": 2}) == set()
+    assert events([[1.0, 0.5]], top_k=2, options={"policy": "per_position", "budget": 1}) == {ACTING, "per_position acting"}
+
+
+def test_cache_hit_kept() -> None:
+    resident = {"policy": "resident", "budget": 2}
+    assert events(DISJOINT, top_k=2, options=resident, resident=[3]) == {ACTING, BUDGET_TIE, "cache hit kept"}
+    assert "cache hit kept" not in events(DISJOINT, top_k=2, options=resident, resident=[0]), "it has the votes anyway"
+    assert events(DISJOINT, top_k=2, options=resident, resident=[2, 3]) == {ACTING, "emptied position", "cache hit kept"}
+
+
+def test_an_aimed_share_is_met_exactly_in_most_cases_of_its_block() -> None:
+    readings = [(b, sc.read_block(b.router, b.options, b.logits, b.resident)) for b in sc.make_blocks(8000, 5)]
+    met = [reading.events["coverage stopping at equality"].mean() for _, reading in readings]
+    assert max(met) > 0.9
+    assert {block.options.policy for block, share in zip((b for b, _ in readings), met, strict=True) if share} == {"coverage"}
+
+
 def test_blocks_repeat_and_fill_the_ranges() -> None:
     again, other = sc.make_block(3, 17), sc.make_block(4, 17)
     assert again.logits.tobytes() == sc.make_block(3, 17).logits.tobytes()
@@ -93,6 +154,8 @@ def test_blocks_repeat_and_fill_the_ranges() -> None:
     assert {block.router.norm_topk_prob for block in blocks} == {True, False}
     assert {block.options.denominator for block in blocks} == {"survivors", "frozen"}
     assert {block.options.vote for block in blocks} == {"weights", "all_scores"}
+    assert {block.options.policy for block in blocks} == set(POLICIES)
+    assert {block.resident.size < block.logits.shape[2] for block in blocks} == {True, False}
     assert sum(len(block.logits) for block in sc.make_blocks(60, 0)) == 60
 
 
@@ -120,9 +183,10 @@ def test_one_planted_difference_is_found_and_named(field: str) -> None:
     assert any("1 cases differ" in failure for failure in tally.failures())
 
 
-def test_equal_sides_that_miscount_contradict_the_third_reading() -> None:
+@pytest.mark.parametrize("field", ["union_size", "dropped_slots", "emptied_positions", "kept"])
+def test_equal_sides_that_miscount_contradict_the_third_reading(field: str) -> None:
     def miscounting(cases: list[Any]) -> list[Selection]:
-        return [_shifted(selection, "union_size") for selection in sc.by_native(cases)]
+        return [_shifted(selection, field) for selection in sc.by_native(cases)]
 
     tally = sc.compare(25, 0, {"one": miscounting, "other": miscounting}, Console(file=io.StringIO()))
     assert tally.differing_cases == 0

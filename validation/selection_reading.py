@@ -1,6 +1,6 @@
 """A third reading of the routing rules, in NumPy: which hard cases a block of logits holds. Shares no code with either side.
 
-It counts events for `selection_cases.py`, and states two numbers that every Selection states too, so that a wrong reading shows.
+It counts events for `selection_cases.py`, and states facts that every Selection states too, so that a wrong reading shows.
 """
 
 from __future__ import annotations
@@ -13,16 +13,39 @@ import numpy.typing as npt
 
 from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Score
 
-EVENTS = ("tie at the K boundary", "tie at the budget boundary", "TOPP equality", "group tie", "emptied position", "budget acting")
+# With the share of the cases that each must be in; the later ones can only be in the cases of one policy or a few.
+EVENTS = {
+    "tie at the K boundary": 0.05,
+    "tie at the budget boundary": 0.05,
+    "TOPP equality": 0.05,
+    "group tie": 0.05,
+    "emptied position": 0.05,
+    "budget acting": 0.05,
+    "floor binding": 0.02,
+    "coverage stopping at equality": 0.0025,
+    "substitute newcomer": 0.01,
+    "per_position acting": 0.02,
+    "cache hit kept": 0.01,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What the third reading found in a block: per event bool [B], and two counts that every Selection states too."""
+    """What the third reading found in a block of B cases.
+
+    Attributes:
+        events: per event bool [B].
+        kept: bool [B, E], experts that any position uses after the cut.
+        union_size, dropped_slots, emptied_positions: int64 [B], as every Selection states them.
+        running_votes: float64 [B, E + 1], votes of the first j members in the order in which a set grows; `per_position` has none.
+    """
 
     events: dict[str, npt.NDArray[np.bool_]]
+    kept: npt.NDArray[np.bool_]
     union_size: npt.NDArray[np.int64]
+    dropped_slots: npt.NDArray[np.int64]
     emptied_positions: npt.NDArray[np.int64]
+    running_votes: npt.NDArray[np.float64] | None
 
 
 def _exp(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -66,11 +89,110 @@ def _tie_after(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.bool_]:
     return ranked[..., count - 1] == ranked[..., count]
 
 
-def read_block(router: RouterSpec, options: RoutingOptions, logits: npt.NDArray[np.float32]) -> Reading:
-    """Read float32 logits [B, S, E] and say which events decided something in each of the B cases.
+def _rank(values: npt.NDArray[Any], ids: npt.NDArray[np.intp] | None = None) -> npt.NDArray[np.intp]:
+    """Each element's place, from 0, along the last axis by descending value, ties to the lowest id (or index)."""
+    order = _descending(values) if ids is None else np.lexsort((ids, -values), axis=-1)
+    places = np.empty_like(order)
+    np.put_along_axis(places, order, np.broadcast_to(np.arange(values.shape[-1]), order.shape), axis=-1)
+    return places
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Picks:
+    """Every position's picks before the budget: arrays [B, S, c] in router order, but for `choice` [B, S, E]."""
+
+    ids: npt.NDArray[np.intp]
+    alive: npt.NDArray[np.bool_]  # not taken away by TOPP
+    weights: npt.NDArray[np.float32]
+    scores: npt.NDArray[np.float32]
+    choice: npt.NDArray[np.float32]  # of all experts; -inf outside the position's groups
+
+    def by_expert(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Values of the picks [B, S, c] at their experts [B, S, E], 0 elsewhere."""
+        spread = np.zeros(self.choice.shape, values.dtype)
+        np.put_along_axis(spread, self.ids, values, axis=-1)
+        return spread
+
+
+def _cut_alone(picks: _Picks, options: RoutingOptions) -> tuple[npt.NDArray[np.bool_], dict[str, npt.NDArray[np.bool_]]]:
+    """`per_position`: experts that each position uses afterwards, bool [B, S, E], and the events."""
+    budget = options.scalar_budget
+    votes = np.where(picks.alive, _units(picks.scores if options.vote == "all_scores" else picks.weights), -1)
+    acting = (picks.alive.sum(axis=-1) > budget) & (budget > 0)
+    first = (_rank(votes, picks.ids) < budget) & picks.alive
+    stays = np.where(acting[..., None], first, picks.alive)
+    tie = (_tie_after(votes, budget) & acting).any(axis=-1) if budget else np.zeros(len(votes), bool)
+    return picks.by_expert(stays), {"tie at the budget boundary": tie, "per_position acting": acting.any(axis=-1)}
+
+
+def _cut_union(
+    picks: _Picks, options: RoutingOptions, votes: npt.NDArray[np.int64], resident: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.bool_], dict[str, npt.NDArray[np.bool_]], npt.NDArray[np.float64]]:
+    """Every other policy: experts that each position uses afterwards, bool [B, S, E], events, running votes. `votes`: int64 [B, E]."""
+    used = picks.by_expert(picks.alive)
+    member = used.any(axis=1)
+    union_size = member.sum(axis=-1)
+    budget = options.scalar_budget
+    acting = (union_size > budget) & (budget > 0)
+    if options.policy == "coverage":
+        acting |= options.coverage < 1.0
+
+    secured = np.zeros(member.shape, bool)
+    if options.policy in ("floor", "substitute", "coverage"):
+        heaviest = _rank(np.where(picks.alive, picks.weights, np.float32(-1)), picks.ids) < options.floor
+        secured = picks.by_expert(heaviest & picks.alive).any(axis=1)
+    elif options.policy == "resident":
+        secured = resident & member
+
+    # Members stand in the order in which a set grows: the secured ones, the others by votes, then those who are no members.
+    votes = np.where(member, votes, 0)
+    column = np.broadcast_to(np.arange(votes.shape[-1]), votes.shape)
+    order = np.lexsort((column, -votes, ~secured, ~member), axis=-1)
+    ordered = np.take_along_axis(votes, order, axis=-1)
+    n_secured = secured.sum(axis=-1)
+    full = np.minimum(union_size, np.maximum(n_secured, budget if budget else union_size))
+    size = full
+    equality = np.zeros(len(size), bool)
+    held = np.pad(np.cumsum(ordered, axis=-1), ((0, 0), (1, 0))).astype(np.float64)  # by the first j members
+    if options.policy == "coverage":
+        enough = options.coverage * held[:, -1:]
+        places = np.arange(held.shape[-1])
+        covered = (held >= enough) & (places >= n_secured[:, None])
+        size = np.minimum(full, np.where(covered.any(axis=-1), covered.argmax(axis=-1), full))
+        at = np.take_along_axis(held, size[:, None], axis=-1)
+        equality = acting & ((at == enough) & (enough > 0))[:, 0] & (size > n_secured) & (size < full)
+    size = np.where(acting, size, union_size)
+
+    in_order = np.arange(votes.shape[-1]) < size[:, None]
+    in_set = np.zeros(member.shape, bool)
+    np.put_along_axis(in_set, order, in_order, axis=-1)
+    last = np.take_along_axis(ordered, np.maximum(size - 1, 0)[:, None], axis=-1)[:, 0]
+    after = np.take_along_axis(ordered, np.minimum(size, votes.shape[-1] - 1)[:, None], axis=-1)[:, 0]
+    events = {
+        "tie at the budget boundary": acting & (size > n_secured) & (size < union_size) & (last == after),
+        "floor binding": acting & (options.policy != "resident") & (n_secured > budget) & (budget > 0),
+        "coverage stopping at equality": equality,
+        "cache hit kept": acting & (secured & (_rank(np.where(member, votes, -1)) >= budget)).any(axis=-1) & (options.policy == "resident"),
+    }
+
+    stays = used & in_set[:, None]
+    if options.policy == "substitute":
+        lost = (used & ~stays).any(axis=-1)
+        allowed = in_set[:, None] & np.isfinite(picks.choice)
+        best = _rank(np.where(allowed, picks.choice, np.float32(-np.inf))) < used.sum(axis=-1, keepdims=True)
+        stays = np.where(lost[..., None], best & allowed, used)
+        events["substitute newcomer"] = (stays & ~used).any(axis=(-2, -1))
+    return stays, events, held
+
+
+def read_block(
+    router: RouterSpec, options: RoutingOptions, logits: npt.NDArray[np.float32], resident: npt.NDArray[np.integer] | None = None
+) -> Reading:
+    """Read float32 logits [B, S, E] and say which events decided something in each of the B cases; `resident` are ids.
 
     The K boundary is where the order is cut: after TOPK where that is lower. A tie there, among groups or at the budget
-    counts where an equal rival was left out; TOPP equality where demanding more than the share would have kept more.
+    counts where an equal rival was left out; TOPP equality where demanding more than the share would have kept more, and so
+    coverage's. A floor binds where it holds more than the budget. The budget acts where it takes something away.
     """
     cases, positions, n_experts = logits.shape
     scores = _scores(router.score, logits)
@@ -108,24 +230,27 @@ def read_block(router: RouterSpec, options: RoutingOptions, logits: npt.NDArray[
     total = np.cumsum(np.where(alive, picked, np.float32(0)), axis=-1, dtype=np.float64)[..., -1:]
     weights = picked.astype(np.float64) * router.routed_scaling_factor
     weights = _float32(weights / (total + 1e-20) if router.norm_topk_prob else weights)
-    given = np.zeros(logits.shape, np.int64)
-    np.put_along_axis(given, ids, np.where(alive, _units(weights), 0), axis=-1)
-    used = np.zeros(logits.shape, bool)
-    np.put_along_axis(used, ids, alive, axis=-1)
-    member = used.any(axis=1)
-    union_size = member.sum(axis=-1)
-    votes = (_units(scores) if options.vote == "all_scores" else given).sum(axis=1)
-    votes = np.where(member, votes, -1)
+    picks = _Picks(ids=ids, alive=alive, weights=weights, scores=picked, choice=choice)
+    used = picks.by_expert(alive)
+    union_size = used.any(axis=1).sum(axis=-1)
+    held = None
+    if options.policy == "per_position":
+        after, events = _cut_alone(picks, options)
+    else:
+        votes = _units(scores) if options.vote == "all_scores" else picks.by_expert(np.where(alive, _units(weights), 0))
+        in_cache = np.zeros(n_experts, bool)
+        in_cache[[] if resident is None else resident] = True
+        after, events, held = _cut_union(picks, options, votes.sum(axis=1), in_cache)
 
-    budget = options.scalar_budget
-    acting = (union_size > budget) & (budget > 0)
-    kept = np.ones(votes.shape, bool)
-    budget_tie = np.zeros(cases, bool)
-    if 0 < budget < n_experts:
-        budget_tie = _tie_after(votes, budget) & acting
-        kept[:] = False
-        np.put_along_axis(kept, _descending(votes)[..., :budget], True, axis=-1)
-    survives = alive & np.take_along_axis(np.repeat(kept[:, None], positions, axis=1), ids, axis=-1)
-    emptied = np.where(acting, (~survives.any(axis=-1)).sum(axis=-1), 0)
-    found = (k_tie, budget_tie, topp_equality, group_tie, emptied > 0, acting)
-    return Reading(events=dict(zip(EVENTS, found, strict=True)), union_size=union_size, emptied_positions=emptied)
+    dropped_slots = (used & ~after).sum(axis=(-2, -1))
+    emptied = (~after.any(axis=-1)).sum(axis=-1)
+    found = {"tie at the K boundary": k_tie, "TOPP equality": topp_equality, "group tie": group_tie, **events}
+    found |= {"emptied position": emptied > 0, "budget acting": dropped_slots > 0}
+    return Reading(
+        events=dict.fromkeys(EVENTS, np.zeros(cases, bool)) | found,
+        kept=after.any(axis=1),
+        union_size=union_size,
+        dropped_slots=dropped_slots,
+        emptied_positions=emptied,
+        running_votes=held,
+    )

@@ -288,6 +288,7 @@ def _options_dict(
         # Larger counts mean the same as these bounds and would not fit a C++ integer.
         "expert_topk": min(routing.expert_topk, config.moe.router.top_k),
         "expert_topp": routing.expert_topp,
+        "policy": routing.policy,
         "denominator": routing.denominator,
         "vote": routing.vote,
         "floor": min(routing.floor, config.moe.router.top_k),

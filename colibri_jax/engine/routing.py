@@ -6,27 +6,29 @@ import numpy as np
 import numpy.typing as npt
 
 from colibri_jax._native import select_experts as _select_natively
+from colibri_jax.errors import OptionError, ShapeError
 from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Selection, check_logits
 
 
 def select_experts(
     logits_SE: npt.ArrayLike, router: RouterSpec, options: RoutingOptions, resident: npt.ArrayLike | None = None
 ) -> Selection:
-    """The experts and gate weights of one layer in one step, computed natively. A pure function of logits and options.
+    """The experts and gate weights of one layer in one step, computed natively. A pure function of its arguments.
 
     Args:
         logits_SE: float32 [S, E] router logits of the step's positions.
         router: the model's router.
         options: TOPK, TOPP and the budget of this layer (a scalar; see `RoutingOptions.for_layer`).
-        resident: ids that the cache holds. No policy that this version has looks at it.
+        resident: what the cache holds, ids [n] in any order or bool [E]. Only policy `resident` looks at it, and needs it;
+            every other one is a pure function of logits and options.
 
     Returns:
         The Selection, equal in every field to that of `colibri_jax.reference.select_experts`.
 
     Raises:
-        ShapeError: logits or bias of another dtype or shape.
+        ShapeError: logits, bias or resident ids of another dtype or shape, or such an id is no expert.
         ConfigError: the router does not fit E.
-        OptionError: the budget is a list.
+        OptionError: the budget is a list, or the policy needs to know what is resident and is not told.
         NonFiniteLogitError: a logit is NaN or infinite; names the first such position and expert.
     """
     logits = np.require(check_logits(logits_SE, router), requirements=("C", "A"))
@@ -41,11 +43,32 @@ def select_experts(
         routed_scaling_factor=router.routed_scaling_factor,
         # Larger counts mean the same as these bounds and would not fit a C++ integer.
         expert_topk=min(options.expert_topk, router.top_k),
+        floor=min(options.floor, router.top_k),
         expert_topp=options.expert_topp,
         budget=min(options.scalar_budget, logits.shape[1]),
         policy=options.policy,
         denominator=options.denominator,
         vote=options.vote,
+        coverage=options.coverage,
+        resident=_resident_ids(resident if options.policy == "resident" else (), logits.shape[1]),
     )
     del fields["removed"]  # the engine's, for its estimate of avoided reads
     return Selection(**fields)
+
+
+def _resident_ids(resident: npt.ArrayLike | None, n_experts: int) -> npt.NDArray[np.int32]:
+    if resident is None:
+        raise OptionError("the policy looks at the cache", where="resident", expected="ids or bool [E]", got=None)
+    given = np.asarray(resident)
+    if given.size == 0:
+        return np.empty(0, np.int32)  # an empty list has no dtype to check
+    if given.dtype == np.bool_ and given.shape == (n_experts,):
+        return np.flatnonzero(given).astype(np.int32)
+    if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or given.min() < 0 or given.max() >= n_experts:
+        raise ShapeError(
+            "resident experts",
+            where="resident",
+            expected=f"ids below {n_experts}, or bool [{n_experts}]",
+            got=f"{given.dtype} {given.tolist()}",
+        )
+    return given.astype(np.int32)

@@ -2,9 +2,10 @@
 
 Everything that is compared bit for bit with the native engine goes through these functions, because a compiler may
 change what the plain operations mean: XLA's CPU backend flushes float32 subnormals to zero (also in conversions), may
-drop a float64 -> float32 -> float64 round trip, fuses a multiply into a following add, divides by a constant through
-its reciprocal and reorders long sums. So a *float32 value* here is a float64 holding a number that float32 can
-represent; float64 never becomes subnormal in this file's ranges, and the products that meet an add are by powers of two.
+drop a float64 -> float32 -> float64 round trip, fuses a multiply into a following add, divides by a constant or by a
+value that many elements share through its reciprocal, and reorders long sums. So a *float32 value* here is a float64
+holding a number that float32 can represent; float64 never becomes subnormal in this file's ranges, and the products
+that meet an add are by powers of two.
 
 Call these under `jax.enable_x64(True)`.
 """
@@ -67,6 +68,14 @@ def widen(x: jax.Array) -> jax.Array:
     return jnp.where((bits & 0x7F800000) == 0, subnormal, x.astype(jnp.float64))
 
 
+def divide(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The rounded quotient a / b of a >= 0 and b > 0, where b may be broadcast.
+
+    The selected divisor is one that no two elements are known to share, so that it stays a division; 0 / 1 is 0 / b.
+    """
+    return a / jnp.where(a > 0.0, b, 1.0)
+
+
 def add_float32(a: jax.Array, b: jax.Array) -> jax.Array:
     """The float32 sum a + b of float32 values, subnormals included; infinite where float32 overflows.
 
@@ -90,7 +99,7 @@ def softmax(z_SE: jax.Array, valid_E: jax.Array) -> jax.Array:
     x_SE = jnp.where(valid_E, z_SE.astype(jnp.float64), -jnp.inf)
     e_SE = jnp.where(valid_E, exp(x_SE - x_SE.max(axis=-1, keepdims=True)), 0.0)
     total_S1 = jnp.rint(e_SE * 2.0**50).astype(jnp.int64).sum(axis=-1, keepdims=True)
-    return round_to_float32(e_SE / (total_S1.astype(jnp.float64) * 2.0**-50))
+    return round_to_float32(divide(e_SE, total_S1.astype(jnp.float64) * 2.0**-50))
 
 
 def to_units(w: jax.Array) -> jax.Array:

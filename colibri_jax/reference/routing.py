@@ -16,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from colibri_jax.errors import NonFiniteLogitError, OptionError
+from colibri_jax.errors import NonFiniteLogitError, OptionError, ShapeError
 from colibri_jax.reference import budget, exact
-from colibri_jax.routing_spec import Policy, RouterSpec, RoutingOptions, Score, Selection, check_logits
+from colibri_jax.routing_spec import IRREPRODUCIBLE_POLICIES, Policy, RouterSpec, RoutingOptions, Score, Selection, check_logits
+
+Step = tuple[npt.ArrayLike, RouterSpec, RoutingOptions] | tuple[npt.ArrayLike, RouterSpec, RoutingOptions, npt.ArrayLike | None]
+"""Arguments of `select_experts`."""
 
 
 class Controls(NamedTuple):
@@ -33,6 +36,8 @@ class Controls(NamedTuple):
     normalise: npt.ArrayLike
     scale: npt.ArrayLike
     budget: npt.ArrayLike
+    floor: npt.ArrayLike
+    coverage: npt.ArrayLike
     frozen: npt.ArrayLike
     all_scores: npt.ArrayLike
 
@@ -69,17 +74,17 @@ def select_experts(
         logits_SE: float32 [S, E] router logits.
         router: the model's router.
         options: with a single budget.
-        resident: experts in the cache; no policy known here looks at them.
+        resident: experts in the cache, ids or bool [E]; read by policy `resident` alone, which needs it.
 
     Raises:
         NonFiniteLogitError: names the first position and expert.
-        ShapeError, ConfigError: logits and router do not fit.
-        OptionError: the budget is a list.
+        ShapeError, ConfigError: logits and router do not fit, or `resident` does not fit them.
+        OptionError: the budget is a list, or what is resident is not said.
     """
-    return select_many([(logits_SE, router, options)], batch=1)[0]
+    return select_many([(logits_SE, router, options, resident)], batch=1)[0]
 
 
-def select_many(cases: Sequence[tuple[npt.ArrayLike, RouterSpec, RoutingOptions]], *, batch: int = 64) -> list[Selection]:
+def select_many(cases: Sequence[Step], *, batch: int = 64) -> list[Selection]:
     """`select_experts` of many independent steps, compiled once per padded shape and run `batch` at a time.
 
     All cases and answers are held at once; a caller with very many hands them over in portions of some thousands.
@@ -89,10 +94,11 @@ def select_many(cases: Sequence[tuple[npt.ArrayLike, RouterSpec, RoutingOptions]
     """
     queues: dict[tuple[Score, int, int, int, int, Policy], list[int]] = defaultdict(list)
     arrays = []
-    for i, (values, router, options) in enumerate(cases):
+    for i, (values, router, options, *rest) in enumerate(cases):
         logits = check_logits(values, router)
         _raise_if_nonfinite(logits)
-        arrays.append((logits, controls_of(router, options, logits.shape[1])))
+        controls = controls_of(router, options, logits.shape[1])
+        arrays.append((logits, controls, resident_mask(options, rest[0] if rest else None, logits.shape[1])))
         rows, experts = _bucket(logits.shape[0], 8, 8), _expert_bucket(logits.shape[1])
         slots = min(_expert_bucket(router.top_k), experts)
         # Groups divide E, so that only routers without groups can share a padded one before the groups are chosen.
@@ -106,16 +112,18 @@ def select_many(cases: Sequence[tuple[npt.ArrayLike, RouterSpec, RoutingOptions]
             members = queue[start : start + batch]
             filled = members + members[:1] * (batch - len(members))
             logits_BSE, bias_BE = np.zeros((batch, rows, experts), np.float32), np.zeros((batch, experts), np.float32)
-            real_BS = np.zeros((batch, rows), bool)
+            real_BS, resident_BE = np.zeros((batch, rows), bool), np.zeros((batch, _expert_bucket(experts)), bool)
             for b, i in enumerate(filled):
-                logits, bias = arrays[i][0], cases[i][1].bias
+                (logits, _, resident_E), bias = arrays[i], cases[i][1].bias
                 logits_BSE[b, : logits.shape[0], : logits.shape[1]] = logits
                 real_BS[b, : logits.shape[0]] = True
+                resident_BE[b, : resident_E.size] = resident_E
                 if bias is not None:
                     bias_BE[b, : bias.size] = bias
             controls = Controls(*(np.stack(column) for column in zip(*(arrays[i][1] for i in filled), strict=True)))
             with jax.enable_x64(True):
-                cores = jax.device_get(route_program(score_program(logits_BSE, bias_BE, controls, real_BS), controls, real_BS))
+                scored = score_program(logits_BSE, bias_BE, controls, real_BS)
+                cores = jax.device_get(route_program(scored, controls, real_BS, resident_BE))
             for b, i in enumerate(members):
                 core = CoreSelection(*(field[b] for field in cores))
                 answers[i] = to_selection(core, positions=arrays[i][0].shape[0], top_k=cases[i][1].top_k)
@@ -129,6 +137,7 @@ def select_core(
     *,
     bias_E: jax.Array | None = None,
     real_S: jax.Array | None = None,
+    resident_E: jax.Array | None = None,
 ) -> CoreSelection:
     """The definition, with router and options static. Call it under `jax.enable_x64(True)`, inside or outside jit.
 
@@ -138,9 +147,10 @@ def select_core(
         options: with a single budget.
         bias_E: float32 [E], used in place of `router.bias` where the bias is an array of the model.
         real_S: bool [S], False for rows that only pad the shape: they use nothing, vote for nothing, count nowhere.
+        resident_E: bool [E], experts in the cache, which policy `resident` needs.
 
     Raises:
-        OptionError: 64-bit arithmetic is off, or the budget is a list.
+        OptionError: 64-bit arithmetic is off, the budget is a list, or what is resident is not said.
         ConfigError, ShapeError: the router does not fit E.
         A logit that is not finite is reported in `nonfinite`; the other fields then mean nothing.
     """
@@ -150,8 +160,31 @@ def select_core(
         bias_E = jnp.zeros(logits_SE.shape[1], jnp.float32) if router.bias is None else jnp.asarray(router.bias)
     if real_S is None:
         real_S = jnp.ones(logits_SE.shape[0], bool)
+    if resident_E is None:
+        resident_E = jnp.asarray(resident_mask(options, None, logits_SE.shape[1]))
     scored = score_experts(logits_SE, bias_E, controls, real_S, score=router.score, n_group=router.n_group)
-    return route(scored, controls, real_S, slots=router.top_k, policy=options.policy)
+    return route(scored, controls, real_S, resident_E, slots=router.top_k, policy=options.policy)
+
+
+def resident_mask(options: RoutingOptions, resident: npt.ArrayLike | None, n_experts: int) -> npt.NDArray[np.bool_]:
+    """bool [E] of residents given as ids or as bool [E]; all False for policies that do not look at the cache.
+
+    Raises:
+        OptionError: policy `resident` and nothing given. An empty cache is said with an empty list.
+        ShapeError: neither integers in [0, E) nor bool [E].
+    """
+    mask = np.zeros(n_experts, bool)
+    if options.policy not in IRREPRODUCIBLE_POLICIES:
+        return mask
+    if resident is None:
+        raise OptionError("the policy looks at the cache", where="resident", expected="ids or bool [E]", got=None)
+    given = np.asarray(resident)
+    if given.dtype == bool and given.shape == mask.shape:
+        return given
+    if given.size and (given.ndim != 1 or given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= n_experts):
+        raise ShapeError("resident experts", where="resident", expected=f"ids below {n_experts}, or bool [{n_experts}]", got=str(resident))
+    mask[given.astype(np.int64)] = True
+    return mask
 
 
 def controls_of(router: RouterSpec, options: RoutingOptions, n_experts: int) -> Controls:
@@ -170,6 +203,9 @@ def controls_of(router: RouterSpec, options: RoutingOptions, n_experts: int) -> 
         scale=np.float64(router.routed_scaling_factor),
         # A budget of all experts never acts; the cap keeps any Python integer representable.
         budget=np.int64(min(options.scalar_budget, n_experts)),
+        floor=np.int32(min(options.floor, n_experts)),
+        # No ΣA exceeds 2^63, so that shares below 2^-1000 all mean "more than nothing", and no product is subnormal.
+        coverage=np.float64(max(options.coverage, 2.0**-1000)),
         frozen=np.bool_(options.denominator == "frozen"),
         all_scores=np.bool_(options.vote == "all_scores"),
     )
@@ -200,7 +236,7 @@ def score_experts(logits_SE: jax.Array, bias_E: jax.Array, controls: Controls, r
     return Scored(score_SE, choice_SE, eligible_SE, first_nonfinite(logits_SE, valid_SE))
 
 
-def route(scored: Scored, controls: Controls, real_S: jax.Array, *, slots: int, policy: Policy) -> CoreSelection:
+def route(scored: Scored, controls: Controls, real_S: jax.Array, resident_E: jax.Array, *, slots: int, policy: Policy) -> CoreSelection:
     """Everything after the scores. A *slot* is one of a position's places in router order, at least K of them."""
     score_SE, choice_SE, eligible_SE, nonfinite = scored
     experts_E = jnp.arange(score_SE.shape[1])
@@ -218,24 +254,35 @@ def route(scored: Scored, controls: Controls, real_S: jax.Array, *, slots: int, 
     sum_before_S = ordered_sum(score_SK, before_SK)
     weight_SE = jnp.where(member_SE, weight(score_SE, sum_before_S[:, None], controls), 0.0)
     vote_SE = budget.votes(jnp.asarray(controls.all_scores), weight_SE, jnp.where(real_S[:, None], score_SE, 0.0))
-    ballot = budget.Ballot(member_SE, weight_SE, vote_SE, jnp.asarray(controls.budget))
+    ballot = budget.Ballot(
+        member_SE,
+        weight_SE,
+        vote_SE,
+        budget=jnp.asarray(controls.budget),
+        floor=jnp.asarray(controls.floor),
+        coverage=jnp.asarray(controls.coverage),
+        resident_E=resident_E,
+    )
     allowed_SE = budget.POLICIES[policy](ballot)
+    mass_before = jnp.where(before_SK, exact.to_units(score_SK), 0).sum()
+    used_SE, after_SK = member_SE & allowed_SE, before_SK & jnp.take_along_axis(allowed_SE, ids_SK, axis=1)
+    if policy in budget.SUBSTITUTING:
+        ids_SK, after_SK, used_SE = budget.substitute(choice_SE, eligible_SE & allowed_SE, ids_SK, before_SK, after_SK, used_SE)
+        score_SK = jnp.take_along_axis(score_SE, ids_SK, axis=1)
 
     # Step 5 again for everyone: a position that lost nothing has the same sum, and so the same weights, as before.
-    after_SK = before_SK & jnp.take_along_axis(allowed_SE, ids_SK, axis=1)
     sum_after_S = budget.denominator(jnp.asarray(controls.frozen), sum_before_S, ordered_sum(score_SK, after_SK))
     weight_SK = jnp.where(after_SK, weight(score_SK, sum_after_S[:, None], controls), 0.0)
     from_SK, filled_SK = pack_left(after_SK)
-    units_SK = exact.to_units(score_SK)
     return CoreSelection(
         ids_SK=jnp.where(filled_SK, jnp.take_along_axis(ids_SK, from_SK, axis=1), -1),
         weights_SK=jnp.where(filled_SK, jnp.take_along_axis(weight_SK, from_SK, axis=1), 0.0).astype(jnp.float32),
         union_E=member_SE.any(axis=0),
-        kept_E=(member_SE & allowed_SE).any(axis=0),
-        dropped_slots=(before_SK & ~after_SK).sum(dtype=jnp.int64),
+        kept_E=used_SE.any(axis=0),
+        dropped_slots=(member_SE & ~used_SE).sum(dtype=jnp.int64),
         emptied_positions=(real_S & ~after_SK.any(axis=1)).sum(dtype=jnp.int64),
-        mass_before=jnp.where(before_SK, units_SK, 0).sum(),
-        mass_used=jnp.where(after_SK, units_SK, 0).sum(),
+        mass_before=mass_before,
+        mass_used=jnp.where(after_SK, exact.to_units(score_SK), 0).sum(),
         nonfinite=nonfinite,
     )
 
@@ -270,7 +317,7 @@ def ordered_sum(score_SK: jax.Array, used_SK: jax.Array) -> jax.Array:
 def weight(score: jax.Array, total: jax.Array, controls: Controls) -> jax.Array:
     """Final weights of scores whose position's denominator is `total`."""
     scaled = score * jnp.asarray(controls.scale)
-    return exact.round_to_float32(jnp.where(jnp.asarray(controls.normalise), scaled / (total + 1e-20), scaled))
+    return exact.round_to_float32(jnp.where(jnp.asarray(controls.normalise), exact.divide(scaled, total + 1e-20), scaled))
 
 
 def pack_left(used_SK: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -20,11 +20,13 @@ TINY = 2.0**-126
 
 @dataclasses.dataclass
 class Verdict:
-    """The right Selection, what made the case special, and per position Σ and TOPP's running sums."""
+    """The right Selection, what made the case special, per position TOPP's running sums, and what the kept experts'
+    aggregate would be after the floor set, then with one more each time, up to the whole union."""
 
     selection: Selection
     events: frozenset[str]
     topp_sums: list[list[float]]
+    held_sums: list[int]
 
 
 def float32(x: float) -> float:
@@ -101,27 +103,22 @@ def best(values: dict[int, float] | dict[int, int], n: int) -> tuple[list[int], 
     return order[:n], tie
 
 
-def choose(p: list[float], router: RouterSpec) -> tuple[list[int], set[str]]:
-    """One position's K experts in router order."""
-    n_experts = len(p)
-    bias = [0.0] * n_experts if router.bias is None else [float(b) for b in router.bias]
-    choice = [float32(p[e] + bias[e]) for e in range(n_experts)]
-    events = set()
-    allowed = list(range(n_experts))
-    if router.n_group > 1:
-        size = n_experts // router.n_group
-        group_score = {}
-        for g in range(router.n_group):
-            first, second = sorted(choice[g * size : (g + 1) * size], reverse=True)[:2]
-            group_score[g] = float32(first + second)
-        groups, tie = best(group_score, router.topk_group)
-        if tie:
-            events.add("group_tie")
-        allowed = [e for e in allowed if e // size in groups]
-    chosen, tie = best({e: choice[e] for e in allowed}, router.top_k)
-    if tie:
-        events.add("k_tie")
-    return chosen, events
+def choices_of(p: list[float], router: RouterSpec) -> list[float]:
+    bias = [0.0] * len(p) if router.bias is None else [float(b) for b in router.bias]
+    return [float32(p[e] + bias[e]) for e in range(len(p))]
+
+
+def in_groups(choice: list[float], router: RouterSpec) -> tuple[list[int], bool]:
+    """Experts that one position's groups allow, and whether a tie between groups was decided."""
+    if router.n_group == 1:
+        return list(range(len(choice))), False
+    size = len(choice) // router.n_group
+    group_score = {}
+    for g in range(router.n_group):
+        first, second = sorted(choice[g * size : (g + 1) * size], reverse=True)[:2]
+        group_score[g] = float32(first + second)
+    groups, tie = best(group_score, router.topk_group)
+    return [e for e in range(len(choice)) if e // size in groups], tie
 
 
 def topp(p: list[float], ids: list[int], share: float) -> tuple[list[int], list[float], bool]:
@@ -141,57 +138,107 @@ def topp(p: list[float], ids: list[int], share: float) -> tuple[list[int], list[
     return [e for e in ids if e in kept], sums, sums[n - 1] == threshold and threshold > 0.0
 
 
-def select(logits: np.ndarray, router: RouterSpec, options: RoutingOptions) -> Verdict:
-    """The selection of one step by the rules of routing, TOPK, TOPP and policy `aggregate`."""
-    assert options.policy == "aggregate"
-    n_positions = logits.shape[0]
+def floor_of(ids: list[int], weights: list[float], m: int) -> list[int]:
+    """One position's m experts of largest weight."""
+    return best(dict(zip(ids, weights, strict=True)), m)[0]
+
+
+def fill(first: list[int], votes: dict[int, int], n: int) -> tuple[list[int], bool]:
+    """`first`, then others by votes until n are there; and whether a tie was decided at the edge."""
+    rest = {e: v for e, v in votes.items() if e not in first}
+    added, tie = best(rest, max(0, n - len(first)))
+    return first + added, tie and len(added) > 0
+
+
+def cover(first: list[int], votes: dict[int, int], share: float, n: int) -> tuple[list[int], set[str]]:
+    """`first`, then others by votes until their sum is the share or they are n; and what ended it."""
+    kept, held = list(first), sum(votes[e] for e in first)
+    goal = share * float(sum(votes.values()))
+    for e in best({e: v for e, v in votes.items() if e not in first}, len(votes))[0]:
+        if float(held) >= goal:
+            return kept, {"coverage_reached"} | ({"coverage_equality"} if float(held) == goal else set())
+        if n > 0 and len(kept) >= n:
+            return kept, {"coverage_capped"} | ({"first_exceeds"} if len(first) > n else set())
+        kept.append(e)
+        held += votes[e]
+    return kept, set()
+
+
+def select(logits: np.ndarray, router: RouterSpec, options: RoutingOptions, resident: np.ndarray | None = None) -> Verdict:
+    """The selection of one step by the rules of routing, TOPK, TOPP and the options' policy. `resident`: bool [E]."""
+    everybody = range(logits.shape[0])
     events: set[str] = set()
-    score, old, topp_sums = [], [], []
-    for s in range(n_positions):
+    score, choice, allowed, old, topp_sums = [], [], [], [], []
+    for s in everybody:
         p = scores([float(z) for z in logits[s]], router.score)
-        chosen, seen = choose(p, router)
-        events |= seen
+        choice.append(choices_of(p, router))
+        in_group, group_tie = in_groups(choice[s], router)
+        chosen, k_tie = best({e: choice[s][e] for e in in_group}, router.top_k)
         if options.expert_topk:
             chosen = chosen[: options.expert_topk]
         chosen, sums, equal = topp(p, chosen, options.expert_topp)
-        if equal:
-            events.add("topp_equality")
+        events |= {name for name, seen in (("group_tie", group_tie), ("k_tie", k_tie), ("topp_equality", equal)) if seen}
         score.append(p)
+        allowed.append(in_group)
         old.append(chosen)
         topp_sums.append(sums)
 
-    old_total = [total_of(score[s], old[s]) for s in range(n_positions)]
-    old_weight = [weights_of(score[s], old[s], old_total[s], router) for s in range(n_positions)]
+    old_total = [total_of(score[s], old[s]) for s in everybody]
+    old_weight = [weights_of(score[s], old[s], old_total[s], router) for s in everybody]
     union = sorted({e for ids in old for e in ids})
-    kept = union
-    budget = options.scalar_budget
-    if 0 < budget < len(union):
-        events.add("budget_acts")
-        votes = dict.fromkeys(union, 0)
-        for s in range(n_positions):
-            if options.vote == "weights":
-                for e, w in zip(old[s], old_weight[s], strict=True):
-                    votes[e] += units(w)
-            else:
-                for e in union:
-                    votes[e] += units(score[s][e])
-        winners, tie = best(votes, budget)
-        if tie:
-            events.add("budget_tie")
-        kept = sorted(winners)
+    vote = []
+    for s in everybody:
+        by_weight = dict.fromkeys(union, 0) | {e: units(w) for e, w in zip(old[s], old_weight[s], strict=True)}
+        vote.append(by_weight if options.vote == "weights" else {e: units(score[s][e]) for e in union})
+    total_vote = {e: sum(vote[s][e] for s in everybody) for e in union}
+    floor_set = sorted({e for s in everybody for e in floor_of(old[s], old_weight[s], options.floor)})
+    held_sums = [sum(total_vote[e] for e in floor_set)]
+    for e in best({e: v for e, v in total_vote.items() if e not in floor_set}, len(union))[0]:
+        held_sums.append(held_sums[-1] + total_vote[e])
 
-    ids_out = np.full((n_positions, router.top_k), -1, np.int32)
-    weights_out = np.zeros((n_positions, router.top_k), np.float32)
+    # What each position may keep.
+    n, policy = options.scalar_budget, options.policy
+    over = 0 < n < len(union)
+    may_keep = [union for s in everybody]
+    if policy == "per_position":
+        for s in everybody:
+            if 0 < n < len(old[s]):
+                may_keep[s], tie = best({e: vote[s][e] for e in old[s]}, n)
+                events |= {"budget_acts"} | ({"budget_tie"} if tie else set())
+    elif policy == "coverage":
+        if over or options.coverage < 1.0:
+            everyone, ending = cover(floor_set, total_vote, options.coverage, n)
+            may_keep = [everyone for s in everybody]
+            events |= {"budget_acts"} | ending
+    elif over:
+        hits = [e for e in union if resident is not None and resident[e]]
+        first: list[int] = {"aggregate": [], "floor": floor_set, "substitute": floor_set, "resident": hits}[policy]
+        everyone, tie = fill(first, total_vote, n)
+        may_keep = [everyone for s in everybody]
+        events |= {"budget_acts"} | ({"budget_tie"} if tie else set()) | ({"first_exceeds"} if len(first) > n else set())
+
+    ids_out = np.full((len(old), router.top_k), -1, np.int32)
+    weights_out = np.zeros((len(old), router.top_k), np.float32)
+    kept: set[int] = set()
     lost = emptied = mass_used = mass_before = 0
-    for s in range(n_positions):
-        new = [e for e in old[s] if e in kept]
+    for s in everybody:
+        new = [e for e in old[s] if e in may_keep[s]]
         weight = old_weight[s]
         if len(new) < len(old[s]):
+            if policy == "substitute":
+                survivors = new
+                inside = {e: choice[s][e] for e in allowed[s] if e in may_keep[s]}
+                new, tie = best(inside, len(old[s]))
+                events |= {"repick_tie"} if tie else set()
+                events |= {"newcomer"} if set(new) - set(old[s]) else set()
+                events |= {"survivor_replaced"} if set(survivors) - set(new) else set()
+                events |= {"short_set"} if len(new) < len(old[s]) else set()
             total = old_total[s] if options.denominator == "frozen" else total_of(score[s], new)
             weight = weights_of(score[s], new, total, router)
         ids_out[s, : len(new)] = new
         weights_out[s, : len(new)] = weight
-        lost += len(old[s]) - len(new)
+        kept |= set(new)
+        lost += len(set(old[s]) - set(new))
         if not new:
             emptied += 1
             events.add("emptied")
@@ -200,11 +247,11 @@ def select(logits: np.ndarray, router: RouterSpec, options: RoutingOptions) -> V
     selection = Selection(
         ids=ids_out,
         weights=weights_out,
-        kept=np.array(kept, np.int32),
+        kept=np.array(sorted(kept), np.int32),
         union_size=len(union),
         dropped=len(union) - len(kept),
         dropped_slots=lost,
         emptied_positions=emptied,
         mass_kept=float(mass_used) / float(mass_before) if mass_before else 1.0,
     )
-    return Verdict(selection, frozenset(events), topp_sums)
+    return Verdict(selection, frozenset(events), topp_sums, held_sums)

@@ -1,6 +1,7 @@
 // Routing and budget: which experts a step uses, from its router logits and the options alone.
 //
-// A pure function. Nothing here knows the cache, the disk, threads or instruction sets. Defined by reference/routing.py.
+// A pure function. Nothing here knows the cache, the disk, threads or instruction sets; policy `resident` alone is told what the
+// cache holds. Defined by reference/routing.py.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@
 namespace colibri {
 
 enum class Score { sigmoid, softmax };
-enum class Policy { aggregate };
+enum class Policy { aggregate, floor, substitute, coverage, per_position, resident };
 enum class Denominator { survivors, frozen };
 enum class Vote { weights, all_scores };
 
@@ -52,8 +53,9 @@ struct Selection {
 };
 
 // logits: float32 [positions][experts]. Throws Error("NonFiniteLogitError") naming position and expert. The caller has
-// validated router and options (the Python dataclasses do); only the logits are checked here.
+// validated router and options (the Python dataclasses do); only the logits are checked here. `resident`: ids in [0, experts) that
+// the cache holds, in any order; no policy but `resident` looks at them.
 Selection select_experts(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router,
-                         const RoutingOptions& options);
+                         const RoutingOptions& options, std::span<const int32_t> resident = {});
 
 }  // namespace colibri

@@ -4,13 +4,19 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <string>
 #include <vector>
+
+#include "colibri/routing.h"
 
 namespace colibri {
 struct ReadHooks;
 }
 
 namespace colibri::bindings {
+
+// Throws Error("OptionError") naming the policies that there are.
+Policy policy_named(const std::string& name);
 
 void bind_errors(pybind11::module_& module);
 void bind_kernels(pybind11::module_& module);

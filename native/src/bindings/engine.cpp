@@ -133,6 +133,7 @@ EngineOptions options_from(const py::dict& d) {
     o.step_bytes = get<int64_t>(d, "step_bytes");
     o.routing.expert_topk = get<int>(d, "expert_topk");
     o.routing.expert_topp = get<double>(d, "expert_topp");
+    o.routing.policy = policy_named(get<std::string>(d, "policy"));
     o.routing.denominator = get<std::string>(d, "denominator") == "frozen" ? Denominator::frozen : Denominator::survivors;
     o.routing.vote = get<std::string>(d, "vote") == "all_scores" ? Vote::all_scores : Vote::weights;
     o.routing.floor = get<int>(d, "floor");

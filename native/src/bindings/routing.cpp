@@ -17,6 +17,7 @@ namespace colibri::bindings {
 namespace {
 
 using FloatArray = py::array_t<float, py::array::c_style>;
+using IdArray = py::array_t<int32_t, py::array::c_style>;
 
 template <typename Enum, size_t N>
 Enum named(const char* field, const std::string& name, const std::pair<const char*, Enum> (&known)[N]) {
@@ -40,7 +41,8 @@ py::array_t<T> to_array(const std::vector<T>& values) {
 
 py::dict select(const FloatArray& logits, const std::string& score, int top_k, const std::optional<FloatArray>& bias, int n_group,
                 int topk_group, bool norm_topk_prob, double routed_scaling_factor, int expert_topk, double expert_topp,
-                int64_t budget, const std::string& policy, const std::string& denominator, const std::string& vote) {
+                int64_t budget, const std::string& policy, const std::string& denominator, const std::string& vote, int floor,
+                double coverage, const IdArray& resident) {
     RouterSpec router;
     router.score = named<Score>("score", score, {{"sigmoid", Score::sigmoid}, {"softmax", Score::softmax}});
     router.top_k = top_k;
@@ -53,18 +55,21 @@ py::dict select(const FloatArray& logits, const std::string& score, int top_k, c
     options.expert_topk = expert_topk;
     options.expert_topp = expert_topp;
     options.budget = budget;
-    options.policy = named<Policy>("policy", policy, {{"aggregate", Policy::aggregate}});
+    options.policy = policy_named(policy);
     options.denominator =
         named<Denominator>("denominator", denominator, {{"survivors", Denominator::survivors}, {"frozen", Denominator::frozen}});
     options.vote = named<Vote>("vote", vote, {{"weights", Vote::weights}, {"all_scores", Vote::all_scores}});
+    options.floor = floor;
+    options.coverage = coverage;
 
     const py::ssize_t positions = logits.shape(0);
     const py::ssize_t experts = logits.shape(1);
     const std::span<const float> values(logits.data(), static_cast<size_t>(logits.size()));
+    const std::span<const int32_t> in_cache(resident.data(), static_cast<size_t>(resident.size()));
     Selection selection;
     {
         const py::gil_scoped_release released;
-        selection = select_experts(values, positions, experts, router, options);
+        selection = select_experts(values, positions, experts, router, options, in_cache);
     }
     py::dict result;
     result["ids"] = to_array(selection.ids, {positions, top_k});
@@ -81,14 +86,26 @@ py::dict select(const FloatArray& logits, const std::string& score, int top_k, c
 
 }  // namespace
 
+Policy policy_named(const std::string& name) {
+    return named<Policy>("policy", name,
+                         {{"aggregate", Policy::aggregate},
+                          {"floor", Policy::floor},
+                          {"substitute", Policy::substitute},
+                          {"coverage", Policy::coverage},
+                          {"per_position", Policy::per_position},
+                          {"resident", Policy::resident}});
+}
+
 void bind_routing(py::module_& module) {
     module.def(
         "select_experts", &select, py::arg("logits").noconvert(), py::kw_only(), py::arg("score"), py::arg("top_k"),
         py::arg("bias").noconvert(), py::arg("n_group"), py::arg("topk_group"), py::arg("norm_topk_prob"),
         py::arg("routed_scaling_factor"), py::arg("expert_topk"), py::arg("expert_topp"), py::arg("budget"), py::arg("policy"),
-        py::arg("denominator"), py::arg("vote"),
+        py::arg("denominator"), py::arg("vote"), py::arg("floor") = 1, py::arg("coverage") = 1.0,
+        py::arg("resident").noconvert() = IdArray(0),
         "Selection's fields and `removed` (ascending ids that the budget took from the union) as a dict. logits: float32 [S, E], "
-        "C-contiguous; the arguments are the validated fields of RouterSpec and RoutingOptions.");
+        "C-contiguous; the arguments are the validated fields of RouterSpec and RoutingOptions; resident: int32 ids in [0, E) "
+        "that the cache holds, for policy `resident` alone.");
 }
 
 }  // namespace colibri::bindings

@@ -84,7 +84,12 @@ void FeedForward::route(MoEContext& context, FeedForwardScratch& s, const Routin
             s.router_logits[i] = static_cast<float>(context.products.kernels().dot_f64(
                 router_.f32() + (i % experts) * width, s.normed.data() + (i / experts) * width, width));
     });
-    selection = select_experts({s.router_logits.data(), static_cast<size_t>(n * experts)}, n, experts, router_spec_, options);
+    s.resident.clear();
+    if (options.policy == Policy::resident)
+        for (int32_t expert = 0; expert < experts; ++expert)
+            if (context.store->resident(static_cast<int>(moe_index_), expert)) s.resident.push_back(expert);
+    selection =
+        select_experts({s.router_logits.data(), static_cast<size_t>(n * experts)}, n, experts, router_spec_, options, s.resident);
     for (const int32_t expert : selection.removed)
         if (!context.store->resident(static_cast<int>(moe_index_), expert))
             context.report.avoided_read_bytes_estimate += static_cast<uint64_t>(context.store->expert_file_bytes());

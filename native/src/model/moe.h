@@ -23,6 +23,7 @@ struct FeedForwardScratch {
     Buffer<float> router_logits;
     std::vector<int32_t> rows;  // positions that use the expert at hand
     std::vector<float> row_weights;
+    std::vector<int32_t> resident;  // what the cache holds of the layer, where the policy asks
 };
 
 void run_mlp(Products& products, const MlpViews& mlp, Activations& x, FeedForwardScratch& scratch, float* y);

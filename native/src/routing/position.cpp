@@ -58,6 +58,23 @@ PositionRouter::PositionRouter(const RouterSpec& router, const RoutingOptions& o
 }
 
 int PositionRouter::route(std::span<const float> logits, std::span<int32_t> ids, std::span<float> picked) {
+    rank_candidates(logits);
+    // The first K in order are what TOPK cuts; so the smaller count is selected at once.
+    const int wanted = options_.expert_topk > 0 ? std::min(options_.expert_topk, router_.top_k) : router_.top_k;
+    const int count = take_first(wanted, ids, picked);
+    const bool topp = options_.expert_topp > 0.0 && options_.expert_topp < 1.0;
+    return topp ? apply_topp(count, ids, picked) : count;
+}
+
+int PositionRouter::pick_among(std::span<const float> logits, const std::vector<bool>& allowed, int count, std::span<int32_t> ids,
+                               std::span<float> picked) {
+    rank_candidates(logits);
+    std::erase_if(candidates_, [&](uint64_t key) { return !allowed[key_id(key)]; });
+    return take_first(count, ids, picked);
+}
+
+// Scores of all experts and rank keys of those that the position's groups allow.
+void PositionRouter::rank_candidates(std::span<const float> logits) {
     if (router_.score == Score::sigmoid) {
         sigmoid_scores(logits, scores_);
     } else {
@@ -68,19 +85,19 @@ int PositionRouter::route(std::span<const float> logits, std::span<int32_t> ids,
     } else {
         for (size_t e = 0; e < scores_.size(); ++e) choice_[e] = scores_[e] + router_.bias[e];
     }
-
     collect_candidates();
-    // The first K in order are what TOPK cuts; so the smaller count is selected at once.
-    const int wanted = options_.expert_topk > 0 ? std::min(options_.expert_topk, router_.top_k) : router_.top_k;
-    const int count = std::min(wanted, static_cast<int>(candidates_.size()));
-    select_largest(candidates_, static_cast<size_t>(count));
-    std::sort(candidates_.begin(), candidates_.begin() + count, std::greater<>());
-    for (int i = 0; i < count; ++i) {
+}
+
+// Writes the first candidates in order, at most `count`, and returns how many they are.
+int PositionRouter::take_first(int count, std::span<int32_t> ids, std::span<float> picked) {
+    const int taken = std::min(count, static_cast<int>(candidates_.size()));
+    select_largest(candidates_, static_cast<size_t>(taken));
+    std::sort(candidates_.begin(), candidates_.begin() + taken, std::greater<>());
+    for (int i = 0; i < taken; ++i) {
         ids[i] = key_id(candidates_[i]);
         picked[i] = scores_[ids[i]];
     }
-    const bool topp = options_.expert_topp > 0.0 && options_.expert_topp < 1.0;
-    return topp ? apply_topp(count, ids, picked) : count;
+    return taken;
 }
 
 // Rank keys of the experts that the position may choose, by choice.

@@ -19,11 +19,18 @@ class PositionRouter {
     // descending) to the front of `ids` and `picked` (both [top_k]) and returns how many they are, at least 1.
     int route(std::span<const float> logits, std::span<int32_t> ids, std::span<float> picked);
 
-    // Scores of all experts for the position that `route` saw last.
+    // Chooses again for one position, by choice and from what `allowed` [experts] and the position's groups both allow: at most
+    // `count`, neither TOPK nor TOPP. Writes and returns like `route`.
+    int pick_among(std::span<const float> logits, const std::vector<bool>& allowed, int count, std::span<int32_t> ids,
+                   std::span<float> picked);
+
+    // Scores of all experts for the position seen last.
     std::span<const float> scores() const { return scores_; }
 
   private:
+    void rank_candidates(std::span<const float> logits);
     void collect_candidates();
+    int take_first(int count, std::span<int32_t> ids, std::span<float> picked);
     bool groups_limit() const { return router_.n_group > 1 && router_.topk_group < router_.n_group; }
     int apply_topp(int count, std::span<int32_t> ids, std::span<float> picked);
 

@@ -3,6 +3,7 @@
 #include <bit>
 #include <cmath>
 #include <iterator>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -44,108 +45,191 @@ void check_logits(std::span<const float> logits, int64_t positions, int64_t expe
 class Step {
   public:
     Step(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router, const RoutingOptions& options)
-        : router_(router), options_(options), experts_(experts), picked_(static_cast<size_t>(positions) * router.top_k) {
+        : logits_(logits),
+          router_(router),
+          options_(options),
+          experts_(experts),
+          position_router_(router, options, experts),
+          picked_(static_cast<size_t>(positions) * router.top_k) {
         out_.positions = positions;
         out_.top_k = router.top_k;
         out_.ids.assign(picked_.size(), -1);
         out_.weights.assign(picked_.size(), 0.0f);
         counts_.reserve(positions);
-        route(logits);
+        route();
     }
 
-    Selection finish() && {
+    Selection finish(std::span<const int32_t> resident) && {
         out_.union_size = static_cast<int64_t>(out_.kept.size());
-        if (options_.budget > 0 && out_.union_size > options_.budget) apply_budget();
+        if (budget_acts(options_, out_.union_size)) apply_budget(resident);
         return std::move(out_);
     }
 
   private:
+    std::span<const float> logits(int64_t row) const { return logits_.subspan(row * experts_, experts_); }
     std::span<int32_t> ids(int64_t row, int count) { return std::span(out_.ids).subspan(row * out_.top_k, count); }
     std::span<float> weights(int64_t row, int count) { return std::span(out_.weights).subspan(row * out_.top_k, count); }
     std::span<float> picked(int64_t row, int count) { return std::span(picked_).subspan(row * out_.top_k, count); }
 
     // Steps 1 to 6 of every position: ids, weights, the union (in `kept`) and the votes.
-    void route(std::span<const float> logits) {
-        PositionRouter position(router_, options_, experts_);
-        const bool votes = options_.budget > 0;
+    void route() {
+        // The union is not known yet: votes are counted where the budget would act on some.
+        const bool votes = options_.policy != Policy::per_position && budget_acts(options_, std::numeric_limits<int64_t>::max());
         const bool all_scores = votes && options_.vote == Vote::all_scores;
         votes_.assign(votes ? experts_ : 0, 0);
-        std::vector<bool> used(experts_, false);
         for (int64_t row = 0; row < out_.positions; ++row) {
-            const int count =
-                position.route(logits.subspan(row * experts_, experts_), ids(row, out_.top_k), picked(row, out_.top_k));
+            const int count = position_router_.route(logits(row), ids(row, out_.top_k), picked(row, out_.top_k));
             counts_.push_back(count);
             // A pick that TOPP took away leaves its id behind it.
             std::fill(ids(row, out_.top_k).begin() + count, ids(row, out_.top_k).end(), -1);
             gate_weights(router_, picked(row, count), ordered_sum(picked(row, count)), weights(row, count));
-            for (const int32_t id : ids(row, count)) used[id] = true;
             if (all_scores) {
-                for (int64_t e = 0; e < experts_; ++e) votes_[e] += to_units(position.scores()[e]);
+                for (int64_t e = 0; e < experts_; ++e) votes_[e] += to_units(position_router_.scores()[e]);
             } else if (votes) {
                 for (int i = 0; i < count; ++i) votes_[ids(row, count)[i]] += to_units(weights(row, count)[i]);
             }
         }
-        for (int64_t e = 0; e < experts_; ++e) {
-            if (used[e]) out_.kept.push_back(static_cast<int32_t>(e));
-        }
+        out_.kept = used_experts();
     }
 
-    void apply_budget() {
+    // Experts that any position has now, ascending.
+    std::vector<int32_t> used_experts() const {
+        std::vector<bool> used(experts_, false);
+        for (const int32_t id : out_.ids) {
+            if (id >= 0) used[id] = true;
+        }
+        return marked_ids(used);
+    }
+
+    std::vector<int32_t> marked_ids(const std::vector<bool>& marked) const {
+        std::vector<int32_t> found;
+        for (int64_t e = 0; e < experts_; ++e) {
+            if (marked[e]) found.push_back(static_cast<int32_t>(e));
+        }
+        return found;
+    }
+
+    void apply_budget(std::span<const int32_t> resident) {
         const std::vector<int32_t> members = std::move(out_.kept);
-        out_.kept = keep_experts({members, votes_}, options_);
-        std::set_difference(members.begin(), members.end(), out_.kept.begin(), out_.kept.end(), std::back_inserter(out_.removed));
-        out_.dropped = static_cast<int64_t>(out_.removed.size());
-        std::vector<bool> removed(experts_, false);
-        for (const int32_t id : out_.removed) removed[id] = true;
+        const bool alone = options_.policy == Policy::per_position;
+        std::vector<bool> stays(experts_, false);
+        if (!alone) {
+            const std::vector<int32_t> secured = secured_experts(members, resident);
+            out_.kept = keep_experts({members, votes_, secured}, options_);
+            for (const int32_t id : out_.kept) stays[id] = true;
+        }
 
         int64_t mass_before = 0;
         int64_t mass_after = 0;
         for (int64_t row = 0; row < out_.positions; ++row) {
             for (const float score : picked(row, counts_[row])) mass_before += to_units(score);
-            const int left = cut_position(row, removed);
+            const int left = alone ? cut_alone(row) : cut_position(row, stays);
             for (const float score : picked(row, left)) mass_after += to_units(score);
         }
         if (mass_before > 0) out_.mass_kept = static_cast<double>(mass_after) / static_cast<double>(mass_before);
+
+        // A position that picks again may leave the last use of an expert that the policy kept.
+        if (alone || options_.policy == Policy::substitute) out_.kept = used_experts();
+        std::set_difference(members.begin(), members.end(), out_.kept.begin(), out_.kept.end(), std::back_inserter(out_.removed));
+        out_.dropped = static_cast<int64_t>(out_.removed.size());
     }
 
-    // Takes the removed experts from one position and weighs the survivors again; returns how many they are.
-    int cut_position(int64_t row, const std::vector<bool>& removed) {
+    // Members that stay whatever their votes, ascending.
+    std::vector<int32_t> secured_experts(const std::vector<int32_t>& members, std::span<const int32_t> resident) {
+        std::vector<bool> secured(experts_, false);
+        if (has_floor(options_.policy)) {
+            for (int64_t row = 0; row < out_.positions; ++row) {
+                mark_heaviest(ids(row, counts_[row]), weights(row, counts_[row]), options_.floor, secured);
+            }
+        } else if (options_.policy == Policy::resident) {
+            std::vector<bool> member(experts_, false);
+            for (const int32_t id : members) member[id] = true;
+            for (const int32_t id : resident) secured[id] = member[id];
+        } else {
+            return {};
+        }
+        return marked_ids(secured);
+    }
+
+    // Cuts one position to the experts that stay; returns how many it has then.
+    int cut_position(int64_t row, const std::vector<bool>& stays) {
         const int count = counts_[row];
-        const auto row_ids = ids(row, count);
-        const auto row_picked = picked(row, count);
-        const double sum_before = ordered_sum(row_picked);
+        const bool lost = std::any_of(ids(row, count).begin(), ids(row, count).end(), [&](int32_t id) { return !stays[id]; });
+        if (!lost) return count;
+        if (options_.policy == Policy::substitute) return pick_again(row, stays);
+        return keep_picks(row, [&](int i) { return static_cast<bool>(stays[ids(row, count)[i]]); });
+    }
+
+    // `per_position`: the position is a step of its own under `aggregate`.
+    int cut_alone(int64_t row) {
+        const int count = counts_[row];
+        if (count <= options_.budget) return count;
+        const std::span<const float> voters = options_.vote == Vote::all_scores ? picked(row, count) : weights(row, count);
+        // Ascending pairs are descending votes, ties by ascending id.
+        std::vector<std::pair<int64_t, int32_t>> order(count);
+        for (int i = 0; i < count; ++i) order[i] = {-to_units(voters[i]), ids(row, count)[i]};
+        std::vector<std::pair<int64_t, int32_t>> ranked = order;
+        const auto last_kept = ranked.begin() + (options_.budget - 1);
+        std::nth_element(ranked.begin(), last_kept, ranked.end());
+        return keep_picks(row, [&](int i) { return order[i] <= *last_kept; });
+    }
+
+    // Takes from a position the picks i for which `stays(i)` is false, at least one, and weighs the others again.
+    template <typename Stays>
+    int keep_picks(int64_t row, Stays stays) {
+        const int count = counts_[row];
+        const double sum_before = ordered_sum(picked(row, count));
         int left = 0;
         for (int i = 0; i < count; ++i) {
-            if (removed[row_ids[i]]) continue;
-            row_ids[left] = row_ids[i];
-            row_picked[left] = row_picked[i];
+            if (!stays(i)) continue;
+            ids(row, count)[left] = ids(row, count)[i];
+            picked(row, count)[left] = picked(row, count)[i];
             ++left;
         }
-        if (left == count) return count;
         out_.dropped_slots += count - left;
-        out_.emptied_positions += left == 0;
-        std::fill(row_ids.begin() + left, row_ids.end(), -1);
-        std::fill(weights(row, count).begin() + left, weights(row, count).end(), 0.0f);
-        const double sum = options_.denominator == Denominator::frozen ? sum_before : ordered_sum(picked(row, left));
-        gate_weights(router_, picked(row, left), sum, weights(row, left));
+        weigh_again(row, left, sum_before);
         return left;
     }
 
+    // `substitute`: as many picks as before, by choice, of the experts that stay; all of them where they are fewer.
+    int pick_again(int64_t row, const std::vector<bool>& stays) {
+        const int count = counts_[row];
+        const double sum_before = ordered_sum(picked(row, count));
+        const std::vector<int32_t> before(ids(row, count).begin(), ids(row, count).end());
+        const int left = position_router_.pick_among(logits(row), stays, count, ids(row, count), picked(row, count));
+        const auto now = ids(row, left);
+        for (const int32_t id : before) out_.dropped_slots += std::find(now.begin(), now.end(), id) == now.end();
+        weigh_again(row, left, sum_before);
+        return left;
+    }
+
+    // Step 5 over the first `left` picks of a position that lost something; empties the slots behind them.
+    void weigh_again(int64_t row, int left, double sum_before) {
+        const int count = counts_[row];
+        out_.emptied_positions += left == 0;
+        std::fill(ids(row, count).begin() + left, ids(row, count).end(), -1);
+        std::fill(weights(row, count).begin() + left, weights(row, count).end(), 0.0f);
+        const double sum = options_.denominator == Denominator::frozen ? sum_before : ordered_sum(picked(row, left));
+        gate_weights(router_, picked(row, left), sum, weights(row, left));
+    }
+
+    const std::span<const float> logits_;
     const RouterSpec& router_;
     const RoutingOptions& options_;
     const int64_t experts_;
+    PositionRouter position_router_;
     std::vector<float> picked_;   // [positions][top_k]: scores of the chosen
     std::vector<int> counts_;     // [positions]: chosen after TOPP
-    std::vector<int64_t> votes_;  // [experts], in units of 2^-32; empty without a budget
+    std::vector<int64_t> votes_;  // [experts], in units of 2^-32; empty where no policy asks for them
     Selection out_;
 };
 
 }  // namespace
 
 Selection select_experts(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router,
-                         const RoutingOptions& options) {
+                         const RoutingOptions& options, std::span<const int32_t> resident) {
     check_logits(logits, positions, experts, router);
-    return Step(logits, positions, experts, router, options).finish();
+    return Step(logits, positions, experts, router, options).finish(resident);
 }
 
 }  // namespace colibri
