@@ -39,7 +39,7 @@ run: $(VENV)/.built
 
 # ---- checks -------------------------------------------------------------------------------------------------------
 test: lint
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

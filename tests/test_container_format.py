@@ -8,8 +8,10 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from oracles.colibri_writer import write_file
+from safetensors import safe_open
 
 from colibri_jax.container import format as fmt
 from colibri_jax.container.format import PlannedTensor, StreamWriter, read_bytes, read_index
@@ -176,3 +178,15 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_oracle_writer_makes_sound_files(tmp_path: Path) -> None:
     write_file(tmp_path / "f", [("x", "U8", [3], b"abc"), ("y", "F32", [1], struct.pack("<f", 1.5))])
     assert set(read_index(tmp_path / "f").tensors) == {"x", "y"}
+
+
+def test_what_is_written_opens_with_the_library(tmp_path: Path) -> None:
+    values = np.arange(6, dtype=np.float32)
+    tensors = [PlannedTensor("second", "F32", (6,)), PlannedTensor("first", "U8", (4,))]
+    with StreamWriter(tmp_path / "f.safetensors", tensors, {"colibri_jax": "{}"}) as writer:
+        writer.write("second", [values.tobytes()])
+        writer.write("first", [bytes([1, 2, 3, 4])])
+    with safe_open(tmp_path / "f.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"colibri_jax": "{}"}
+        assert file.get_tensor("second").tobytes() == values.tobytes()
+        assert file.get_tensor("first").tolist() == [1, 2, 3, 4]

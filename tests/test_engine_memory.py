@@ -134,7 +134,9 @@ print(read_bytes() - before)
     done = subprocess.run([sys.executable, "-c", script, str(shard)], capture_output=True, text=True, check=False)
     if done.returncode:
         return f"the file system of {path} refuses O_DIRECT: {done.stderr.strip().splitlines()[-1]}"
-    return "" if int(done.stdout) == 1 << 20 else f"/proc/self/io does not account direct reads here: {done.stdout.strip()} of {1 << 20} bytes"
+    return (
+        "" if int(done.stdout) == 1 << 20 else f"/proc/self/io does not account direct reads here: {done.stdout.strip()} of {1 << 20} bytes"
+    )
 
 
 # ---- the bound, and what follows from it ----------------------------------------------------------------------------
@@ -150,7 +152,9 @@ def least_bound(path: Path) -> int:
     """The bytes that the refusal of a tiny bound asks for."""
     with pytest.raises(MemoryBudgetError) as refused:
         load(path, ram_bytes=1000)
-    needed = re.match(r">= (\d+) \(dense weights (\d+), KV cache (\d+), .* staging (\d+), working memory (\d+)\)", refused.value.expected)
+    needed = re.match(
+        r">= (\d+) \(dense weights (\d+), KV cache (\d+), .* staging (\d+), working memory (\d+)\)", str(refused.value.expected)
+    )
     assert needed
     assert refused.value.where == "ram_bytes"
     assert int(needed[1]) == sum(int(part) for part in needed.groups()[1:])
@@ -160,7 +164,7 @@ def least_bound(path: Path) -> int:
 def longest_step(model: NativeModel, logits: Any = "all") -> int:
     with pytest.raises(MemoryBudgetError, match="at most") as refused:
         model.forward([0] * 120, scope="prefill", logits=logits)
-    found = re.match(r"at most (\d+) in one step", refused.value.expected)
+    found = re.match(r"at most (\d+) in one step", str(refused.value.expected))
     assert found
     return int(found[1])
 

@@ -132,8 +132,8 @@ def _fit(config: ModelConfig, options: EngineOptions, model: dict[str, Any], des
         return sizes["dense_bytes"] + sizes["kv_cache_bytes"] + sizes["store_bytes"] + sizes["fixed_bytes"]
 
     def step(positions: int) -> int:
-        per_logits = 4 * config.vocab_size
-        return min(positions, described["context"]) * one["step_bytes_per_position"] + per_logits
+        rows: int = min(positions, described["context"])
+        return rows * one["step_bytes_per_position"] + 4 * config.vocab_size
 
     most = config.moe.n_experts if config.moe_layers else 1
     one = plan(1)

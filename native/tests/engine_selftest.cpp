@@ -1,0 +1,273 @@
+// Self-test of the engine, without Python: for the sanitizers.
+//
+// engine_selftest [folder]: writes a small random model, runs the same steps on engines that differ in cache, reader, threads
+// and kernels, interrupts some steps and lets reads of others fail; all logits must be equal bit for bit. Exit status 0: they are.
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <random>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../src/io/faults.h"
+#include "colibri/engine.h"
+#include "colibri/error.h"
+#include "colibri/kernels.h"
+#include "colibri/repack.h"
+
+namespace colibri {
+namespace {
+
+constexpr int64_t kWidth = 200, kVocab = 90, kContext = 64;
+constexpr int kExperts = 8;
+
+// One file that grows tensor by tensor.
+class ModelFile {
+  public:
+    explicit ModelFile(const std::string& path) : out_(path, std::ios::binary) { append(std::vector<uint8_t>(4096)); }
+
+    StoredMatrix floats(const std::string& name, int64_t rows, int64_t cols, float mean, float spread) {
+        std::normal_distribution<float> normal(mean, spread);
+        std::vector<float> values(static_cast<size_t>(rows * cols));
+        for (float& value : values) value = normal(random_);
+        StoredMatrix m{rows, cols, 32, 0, false, {}, {}};
+        m.weights = write(name, values.data(), values.size() * sizeof(float));
+        return m;
+    }
+
+    // A product with it keeps about the variance of its input.
+    StoredMatrix quantised(const std::string& name, int64_t rows, int64_t cols, int bits, bool rows16) {
+        StoredMatrix m{rows, cols, bits, bits == 4 ? 64 : 0, false, {}, {}};
+        std::vector<uint8_t> weights(static_cast<size_t>(stored_weight_bytes(m)));
+        for (uint8_t& byte : weights) byte = static_cast<uint8_t>(random_());
+        const float scale = 1.0f / ((bits == 4 ? 4.6f : 74.0f) * std::sqrt(static_cast<float>(cols)));
+        const std::vector<float> scales(static_cast<size_t>(stored_scale_bytes(m)) / sizeof(float), scale);
+        if (!rows16) {
+            m.weights = write(name, weights.data(), weights.size());
+            m.scales = write(name + ".qs", scales.data(), scales.size() * sizeof(float));
+            return m;
+        }
+        std::vector<uint8_t> packed(static_cast<size_t>(rows16_bytes(m)));
+        repack_rows16(m, weights.data(), reinterpret_cast<const uint8_t*>(scales.data()), packed.data());
+        m.rows16 = true;
+        m.weights = write(name, packed.data(), packed.size());
+        return m;
+    }
+
+    void close() { out_.close(); }
+
+  private:
+    void append(const std::vector<uint8_t>& data) {
+        out_.write(reinterpret_cast<const char*>(data.data()), static_cast<std::streamsize>(data.size()));
+        at_ += data.size();
+    }
+    Extent write(const std::string& name, const void* data, size_t nbytes) {
+        const Extent extent{0, at_, nbytes, name};
+        const auto* bytes = static_cast<const uint8_t*>(data);
+        append({bytes, bytes + nbytes});
+        return extent;
+    }
+
+    std::ofstream out_;
+    std::mt19937 random_{7};
+    uint64_t at_ = 0;
+};
+
+struct Described {
+    ModelSpec model;
+    StoreOptions store;
+};
+
+// Four layers, the first dense; the indexer limits attention to 8 positions, layer 2 shares the choice of layer 1.
+Described write_model(const std::string& path) {
+    Described d;
+    ModelSpec& m = d.model;
+    m.vocab = kVocab;
+    m.width = kWidth;
+    m.layers = 4;
+    m.dense_hidden = 140;
+    m.sparse = {false, true, true, true};
+    m.heads = 3;
+    m.q_rank = 72;
+    m.kv_rank = 40;
+    m.nope = 12;
+    m.rope = 6;
+    m.value = 20;
+    m.rms_eps = m.latent_eps = 1e-6f;
+    m.indexer = {16, 24, 8, 1e-6f, {true, true, false, true}};
+    m.experts = kExperts;
+    m.expert_hidden = 100;
+    m.shared_hidden = 60;
+    m.router.top_k = 3;
+    m.router.n_group = 4;
+    m.router.topk_group = 2;
+
+    ModelFile file(path);
+    const auto floats = [&](const std::string& name, int64_t rows, int64_t cols, float mean, float spread) {
+        m.tensors[name] = file.floats(name, rows, cols, mean, spread);
+    };
+    const auto quantised = [&](const std::string& name, int64_t rows, int64_t cols, int bits, bool rows16) {
+        m.tensors[name] = file.quantised(name, rows, cols, bits, rows16);
+    };
+    quantised("embed", kVocab, kWidth, 8, false);
+    for (int64_t layer = 0; layer < m.layers; ++layer) {
+        const std::string p = "layers." + std::to_string(layer) + ".";
+        floats(p + "attn_norm", 1, kWidth, 1, 0.1f);
+        floats(p + "mlp_norm", 1, kWidth, 1, 0.1f);
+        quantised(p + "attn.q_a", m.q_rank, kWidth, 4, true);
+        floats(p + "attn.q_a_norm", 1, m.q_rank, 1, 0.1f);
+        quantised(p + "attn.q_b", m.heads * (m.nope + m.rope), m.q_rank, 4, false);
+        quantised(p + "attn.kv_a", m.kv_rank + m.rope, kWidth, 8, false);
+        floats(p + "attn.kv_a_norm", 1, m.kv_rank, 1, 0.1f);
+        quantised(p + "attn.kv_b", m.heads * (m.nope + m.value), m.kv_rank, 4, false);
+        quantised(p + "attn.o", kWidth, m.heads * m.value, 4, true);
+        if (m.indexer.full[layer]) {
+            quantised(p + "indexer.wq_b", m.indexer.heads * m.indexer.dim, m.q_rank, 8, false);
+            quantised(p + "indexer.wk", m.indexer.dim, kWidth, 8, false);
+            floats(p + "indexer.k_norm_weight", 1, m.indexer.dim, 1, 0.1f);
+            floats(p + "indexer.k_norm_bias", 1, m.indexer.dim, 0, 0.1f);
+            floats(p + "indexer.weights_proj", m.indexer.heads, kWidth, 0, 0.07f);
+        }
+        const std::string mlp = p + (m.sparse[layer] ? "shared" : "mlp");
+        const int64_t hidden = m.sparse[layer] ? m.shared_hidden : m.dense_hidden;
+        quantised(mlp + ".gate", hidden, kWidth, 4, true);
+        quantised(mlp + ".up", hidden, kWidth, 4, true);
+        quantised(mlp + ".down", kWidth, hidden, 4, true);
+        if (!m.sparse[layer]) continue;
+        floats(p + "router.weight", kExperts, kWidth, 0, 0.14f);
+        floats(p + "router.bias", 1, kExperts, 0, 0.1f);
+        auto& experts = d.store.experts.emplace_back();
+        for (int e = 0; e < kExperts; ++e) {
+            const std::string q = p + "experts." + std::to_string(e);
+            experts.push_back({file.quantised(q + ".gate", m.expert_hidden, kWidth, 4, true),
+                               file.quantised(q + ".up", m.expert_hidden, kWidth, 4, true),
+                               file.quantised(q + ".down", kWidth, m.expert_hidden, 4, true)});
+        }
+    }
+    floats("final_norm", 1, kWidth, 1, 0.1f);
+    quantised("head", kVocab, kWidth, 8, false);
+    file.close();
+    d.store.files = {path};
+    return d;
+}
+
+EngineOptions options_for(const Described& d, int64_t cache, int threads, bool direct, const std::string& isa) {
+    EngineOptions o;
+    o.store = d.store;
+    o.store.cache_experts = cache;
+    o.store.direct = direct;
+    o.context = kContext;
+    o.threads = threads;
+    o.isa = isa;
+    o.budgets = {4, 0, 2};
+    return o;
+}
+
+struct Step {
+    std::vector<int32_t> tokens;
+    int64_t rewind;
+    bool budget;
+};
+
+std::vector<Step> steps() {
+    std::mt19937 random(3);
+    std::vector<Step> list;
+    for (const auto& [n, rewind, budget] :
+         {std::tuple{30, 0, false}, {1, 0, true}, {5, 0, true}, {4, 3, true}, {20, 25, false}, {1, 2, true}}) {
+        Step step{{}, rewind, budget};
+        for (int i = 0; i < n; ++i) step.tokens.push_back(static_cast<int32_t>(random() % kVocab));
+        list.push_back(std::move(step));
+    }
+    return list;
+}
+
+bool never() { return false; }
+
+// Logits of all steps; a step that `disturb` disturbs (an interrupt between layers, or a failing read) is done again.
+std::vector<float> run(const Described& d, const EngineOptions& options, bool disturb, bool trace) {
+    Engine engine(d.model, options);
+    engine.set_trace(trace);
+    std::vector<float> all;
+    int abandoned = 0, failed = 0;
+    for (const Step& step : steps()) {
+        engine.rewind(step.rewind);
+        const int64_t before = engine.position();
+        std::vector<float> logits(step.tokens.size() * kVocab);
+        if (disturb) {
+            int asked = 0;
+            const auto after_three = [&] { return ++asked == 3; };
+            try {
+                abandoned += !engine.forward(step.tokens, step.budget, false, logits.data(), after_three);
+            } catch (const Error& error) {
+                failed += error.kind == "ReadError";
+            }
+            if (engine.position() != before) return {};
+        }
+        bool finished = false;
+        while (!finished) {
+            try {
+                finished = engine.forward(step.tokens, step.budget, false, logits.data(), never);
+            } catch (const Error& error) {
+                if (error.kind != "ReadError" || engine.position() != before) return {};
+                ++failed;
+            }
+        }
+        if (engine.position() != before + static_cast<int64_t>(step.tokens.size())) return {};
+        all.insert(all.end(), logits.begin(), logits.end());
+    }
+    if (disturb && (abandoned == 0 || failed == 0)) return {};
+    return all;
+}
+
+int check(const std::string& folder) {
+    const std::string path = folder + "/model.bin";
+    const Described d = write_model(path);
+    const std::vector<float> expected = run(d, options_for(d, kExperts, 1, false, "scalar"), false, false);
+    int wrong = expected.empty();
+    for (const std::string& isa : available_isas())
+        for (const int64_t cache : {int64_t{1}, int64_t{3}})
+            for (const bool disturb : {false, true}) {
+                EngineOptions options = options_for(d, cache, 2, cache == 1, isa);
+                if (disturb) {
+                    const auto middle = [&](int layer) { return d.store.experts[layer][5].up.weights.offset + 2000; };
+                    options.store.hooks =
+                        std::make_shared<FaultyReads>(std::vector<ReadFault>{{ReadFault::Kind::io_error, 0, middle(0), 0, 1},
+                                                                             {ReadFault::Kind::io_error, 0, middle(2), 0, 2}},
+                                                      false);
+                }
+                const std::vector<float> found = run(d, options, disturb, disturb);
+                const bool equal =
+                    found.size() == expected.size() && !std::memcmp(found.data(), expected.data(), found.size() * sizeof(float));
+                std::printf("%-12s cache %d%s: %s\n", isa.c_str(), static_cast<int>(cache), disturb ? ", disturbed" : "",
+                            equal ? "equal" : "NOT equal");
+                wrong += !equal;
+            }
+    // A checker that could not see a difference would be worth nothing.
+    Described other = d;
+    std::swap(other.store.experts[1][0], other.store.experts[1][1]);
+    if (run(other, options_for(other, 1, 2, false, ""), false, false) == expected) {
+        std::printf("two experts swapped: no difference seen\n");
+        ++wrong;
+    }
+    ::unlink(path.c_str());
+    return wrong;
+}
+
+}  // namespace
+}  // namespace colibri
+
+int main(int argc, char** argv) {
+    std::string folder = argc > 1 ? argv[1] : (std::filesystem::temp_directory_path() / "engine_selftest.XXXXXX").string();
+    if (argc <= 1 && !::mkdtemp(folder.data())) return 2;
+    const int wrong = colibri::check(folder);
+    if (argc <= 1) ::rmdir(folder.c_str());
+    std::printf("%d wrong\n", wrong);
+    return wrong != 0;
+}
