@@ -80,7 +80,7 @@ class RopeConfig:
 
     @property
     def frequencies(self) -> tuple[float, ...]:
-        """Radians per position of each pair, float64 [dim / 2]. Part of the description: both backends start from these numbers."""
+        """Radians per position of each pair, float64 [dim / 2]. The native engine computes its own from the description."""
         plain = [float(self.theta ** (-(2 * i) / self.dim)) for i in range(self.dim // 2)]
         if self.yarn is None:
             return tuple(plain)
