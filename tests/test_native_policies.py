@@ -142,6 +142,8 @@ def test_full_coverage_under_a_budget_adds_nobody_without_votes() -> None:
     logits = rows([1.0, 0.0, 0.0])
     assert select(logits, router(3), "coverage", coverage=1.0, budget=2).kept.tolist() == [0]
     assert select(logits, router(3), "floor", budget=2).kept.tolist() == [0, 1]
+    for idle in (0, 3):
+        assert select(logits, router(3), "coverage", coverage=1.0, budget=idle).kept.tolist() == [0, 1, 2], "it does not act"
     assert select(rows([0.0, 0.0]), router(2), "coverage", coverage=0.5).kept.tolist() == [0], "no votes at all are covered"
 
 
