@@ -20,6 +20,10 @@ QKNorm = Literal["none", "head", "width"]
 LATENT_NORM_EPS = 1e-6
 INDEXER_NORM_EPS = 1e-6
 
+# Far above every published model. A damaged configuration is refused before anything is listed per layer or expert.
+MOST_EXPERTS = 65_536
+MOST_LAYERS = 4_096
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnConfig:
@@ -255,6 +259,8 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         positive("n_routed_experts", self.n_experts)
+        if self.n_experts > MOST_EXPERTS:
+            raise ConfigError("more experts than any model has", where="n_routed_experts", expected=f"<= {MOST_EXPERTS}", got=self.n_experts)
         positive("moe_intermediate_size", self.expert_hidden)
         if self.n_shared < 0:
             raise ConfigError("negative count", where="n_shared_experts", expected="0 or more", got=self.n_shared)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from colibri_jax.container.reader import STATE_FILE, Container
+from colibri_jax.container.reader import Container, is_container
 from colibri_jax.container.source import SourceCheckpoint
-from colibri_jax.errors import MissingFileError, OptionError
+from colibri_jax.errors import OptionError
 from colibri_jax.quant import Float32Array, QuantizedMatrix, quantize_int4, quantize_int8
 from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope
 from colibri_jax.tensors import TensorSpec, tensor_specs
@@ -57,7 +57,7 @@ def load(
         ContainerError: the directory is not a usable container or checkpoint.
         MemoryBudgetError: the bound is too small.
     """
-    scopes = frozenset(budget_scopes)
+    scopes: frozenset[Scope] = frozenset([budget_scopes] if isinstance(budget_scopes, str) else budget_scopes)  # type: ignore[list-item]
     for scope in scopes - frozenset(SCOPES):
         raise OptionError("unknown scope", where="budget_scopes", expected=", ".join(SCOPES), got=scope)
     routing = routing or RoutingOptions()
@@ -84,17 +84,6 @@ def load(
         if value is not None:
             raise OptionError("an option of the native engine", where=name, expected="backend='native'", got="backend='reference'")
     return _load_reference(source, precision, routing, scopes, context_positions, group_size)
-
-
-def is_container(path: Path) -> bool:
-    """Whether a directory holds a container (shards named `out-…`), finished or not, rather than a checkpoint.
-
-    Raises:
-        MissingFileError: there is no such directory.
-    """
-    if not path.is_dir():
-        raise MissingFileError("no such directory", where=str(path))
-    return any(path.glob("out-*.safetensors*")) or (path / STATE_FILE).exists()
 
 
 def _load_native(

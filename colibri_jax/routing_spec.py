@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Collection
 from typing import Literal, get_args
 
@@ -148,12 +149,15 @@ class RoutingOptions:
     allow_irreproducible: bool = False
 
     def __post_init__(self) -> None:
+        for field in ("expert_topk", "floor"):
+            object.__setattr__(self, field, whole_number(getattr(self, field), field))
         if self.expert_topk < 0:
             raise OptionError("negative count", where="expert_topk", expected="0 (off) or more", got=self.expert_topk)
         if not (math.isfinite(self.expert_topp) and 0.0 <= self.expert_topp <= 1.0):
             raise OptionError("share out of range", where="expert_topp", expected="0 to 1 (0 and 1 are off)", got=self.expert_topp)
-        if not isinstance(self.budget, int):
-            object.__setattr__(self, "budget", tuple(self.budget))
+        many = isinstance(self.budget, Collection) and not isinstance(self.budget, str)
+        budget = tuple(whole_number(n, "budget") for n in self.budget) if many else whole_number(self.budget, "budget")  # type: ignore[union-attr]
+        object.__setattr__(self, "budget", budget)
         for n in self.budget if isinstance(self.budget, tuple) else (self.budget,):
             if n < 0:
                 raise OptionError("negative budget", where="budget", expected="0 (off) or more", got=n)
@@ -233,6 +237,17 @@ class Selection:
             if not same:
                 unequal.append(field.name)
         return unequal
+
+
+def whole_number(value: object, where: str) -> int:
+    """A Python int of any integer type but bool, which nobody means as a count.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise OptionError("not a whole number", where=where, expected="an integer", got=repr(value))
+    return operator.index(value)
 
 
 def check_logits(logits: npt.ArrayLike, router: RouterSpec) -> npt.NDArray[np.float32]:

@@ -6,7 +6,8 @@ Counters are kept apart per scope (prefill, decode, verify), because a budget ac
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from colibri_jax.routing_spec import SCOPES, Scope, Selection
 
@@ -98,7 +99,7 @@ class Stats:
 
     backend: str
     precision: str
-    scopes: dict[Scope, ScopeStats] = dataclasses.field(default_factory=lambda: {scope: ScopeStats() for scope in SCOPES})
+    scopes: Mapping[Scope, ScopeStats] = dataclasses.field(default_factory=lambda: {scope: ScopeStats() for scope in SCOPES})
     isa: str = ""
     reader: str = ""
     """How experts are read: "direct" (O_DIRECT) or "buffered", and why where the choice was not the first one."""
@@ -109,6 +110,9 @@ class Stats:
     kv_cache_bytes: int = 0
     ram_bytes: int = 0
     """Bound that the engine was given or derived; 0 where there is none."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scopes", MappingProxyType(dict(self.scopes)))
 
     @property
     def total(self) -> ScopeStats:

@@ -5,13 +5,14 @@ Commands are imported when they are called, so that `--help` is quick and loads 
 
 from __future__ import annotations
 
+import errno
 import importlib
 from typing import Any
 
 import click
 
 from colibri_jax import __version__
-from colibri_jax.errors import ColibriError
+from colibri_jax.errors import ColibriError, MemoryBudgetError
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -57,6 +58,14 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except ColibriError as error:
             raise _Failure(error) from error
+        except MemoryError as error:
+            raise _Failure(MemoryBudgetError("the process ran out of memory")) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader has enough; click ends quietly
+                raise
+            raise _Failure(
+                ColibriError("the operating system refused", where=str(error.filename or "output"), got=error.strerror)
+            ) from error
         except KeyboardInterrupt:
             click.echo("\ncolibri-jax: interrupted", err=True)
             ctx.exit(EXIT_INTERRUPTED)

@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from colibri_jax.cli.options import effective_options, model_argument, model_directory, routing_from, routing_options
+from colibri_jax.container.directory import read_config
 from colibri_jax.errors import OptionError
+from colibri_jax.generate.notes import budget_notes
 from colibri_jax.tokenizer import ChatTokenizer
 
 EXIT_DIFFERENT = 1
@@ -79,6 +81,8 @@ def compare(ctx: click.Context, /, **_: Any) -> None:
     routing, scopes = routing_from(options)
     if value["text"] and options["prompt"].source == "flag":
         raise OptionError("two sources of tokens", where="--prompt, --text", expected="one of them", got="both")
+    for note in budget_notes(read_config(directory)[0], routing, scopes, largest_prefill_step=value["prefill"]):
+        click.echo(note, err=True)
     tokenizer = ChatTokenizer.from_directory(directory)
     prompt_ids = (
         _text_ids(tokenizer, value["text"], value["tokens"])

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from colibri_jax.cli.options import BYTES_PER_GB
+from colibri_jax.cli.options import BYTES_PER_GB, parse_gigabytes
 from colibri_jax.container.convert import plan_conversion, run_conversion
 
 # The command's names for layouts: "colibri" is what other engines open, the container's word for it says how rows lie.
@@ -27,23 +27,23 @@ LAYOUTS: dict[str, Literal["rows16", "row_major"]] = {"rows16": "rows16", "colib
     help="rows16: 16 rows interleaved, fastest here. colibri: row-major, opens in colibri too.",
 )
 @click.option("--group-size", type=click.IntRange(min=1), default=64, show_default=True, help="Weights that share one scale.")
-@click.option("--shard-gb", type=click.FloatRange(min=0, min_open=True), help="Largest file, in 10^9 bytes.")
+@click.option("--shard-gb", type=parse_gigabytes, metavar="GB", help="Largest file.")
 def convert(source: Path, target: Path, layout: str, group_size: int, shard_gb: float | None) -> None:
     """Quantise the checkpoint in HF_DIR and write a container to OUT_DIR.
 
-    One tensor is in memory at a time. An interrupted conversion goes on where it stopped when the same command is given
-    again; a finished container is never overwritten.
+    One tensor is in memory at a time. An interrupted conversion goes on with the first unfinished file when the same command is
+    given again; a finished container is never overwritten.
     """
     limits: dict[str, Any] = {} if shard_gb is None else {"shard_bytes": round(shard_gb * BYTES_PER_GB)}
     plan = plan_conversion(source, target, layout=LAYOUTS[layout], group_size=group_size, **limits)
     for line in plan.lines():
         click.echo(line)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("converting", total=None)
 
-        def show(done_bytes: int, total_bytes: int, name: str) -> None:
-            progress.update(task, completed=done_bytes, total=total_bytes, description=name)
+        def show(done_bytes: int, total_bytes: int, _name: str) -> None:
+            progress.update(task, completed=done_bytes, total=total_bytes)
 
         run_conversion(plan, show)
     click.echo(f"done: {target}")

@@ -241,5 +241,5 @@ def _describe_engine(stats: Stats) -> str:
         parts.append(f"cache={stats.cache_experts_per_layer} experts per layer of {stats.expert_bytes / 1e6:.3g} MB")
     for name, n_bytes in (("dense", stats.dense_bytes), ("kv", stats.kv_cache_bytes), ("ram", stats.ram_bytes)):
         if n_bytes:
-            parts.append(f"{name}={n_bytes / 1e6:.4g} MB")
+            parts.append(f"{name}={n_bytes / 1e9:.3g} GB" if n_bytes >= 1e9 else f"{name}={n_bytes / 1e6:.4g} MB")
     return "running: " + "  ".join(parts)

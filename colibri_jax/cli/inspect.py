@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from colibri_jax.cli.options import BYTES_PER_GB, model_argument, model_directory
+from colibri_jax.cli.options import BYTES_PER_GB, model_argument, model_directory, parse_gigabytes
 from colibri_jax.container.inspect import describe
 
 
@@ -17,10 +17,11 @@ from colibri_jax.container.inspect import describe
 @model_argument
 @click.option(
     "--ram-gb",
-    type=click.FloatRange(min=0, min_open=True),
+    type=parse_gigabytes,
+    metavar="GB",
     envvar="RAM_GB",
     show_envvar=True,
-    help="Memory to plan for, in 10^9 bytes; this machine's if not given.",
+    help="Memory to plan for; this machine's if not given.",
 )
 @click.option("--group-size", type=click.IntRange(min=1), help="Quantisation group of an untagged container that allows several readings.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

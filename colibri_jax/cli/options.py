@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_args
 import click
 from click.core import ParameterSource
 
+from colibri_jax.container.reader import refuse_unfinished
 from colibri_jax.errors import MissingFileError, OptionError
 from colibri_jax.generate.report import OptionValue
 from colibri_jax.routing_spec import POLICIES, SCOPES, Denominator, RoutingOptions, Scope, Vote
@@ -29,6 +30,17 @@ def parse_budget(value: str | int) -> int:
     if not (text.isascii() and text.isdigit()):
         raise click.BadParameter(f"{value!r} is neither a count of experts nor 'off'")
     return int(text)
+
+
+def parse_gigabytes(value: str | float) -> float:
+    """An amount in 10^9 bytes: finite, at least one byte, and few enough for 63 bits to count."""
+    try:
+        gigabytes = float(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a number") from None
+    if not 1 / BYTES_PER_GB <= gigabytes < 2**63 / BYTES_PER_GB:
+        raise click.BadParameter(f"{value!r} is not an amount of bytes")
+    return gigabytes
 
 
 def _apply(decorators: Iterable[Callable[[Command], Command]], command: Command) -> Command:
@@ -131,10 +143,11 @@ def engine_options(command: Command) -> Command:
             ),
             click.option(
                 "--ram-gb",
-                type=click.FloatRange(min=0, min_open=True),
+                type=parse_gigabytes,
+                metavar="GB",
                 envvar="RAM_GB",
                 show_envvar=True,
-                help="Memory the process may use, in 10^9 bytes; the cache takes what the dense weights leave.",
+                help="Memory the engine may allocate (the interpreter comes on top); the cache takes what the dense weights leave.",
             ),
             click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine; its own choice if not given."),
             click.option("--io", type=click.Choice(["direct", "buffered"]), help="Read experts past the page cache, or through it."),
@@ -168,6 +181,7 @@ def model_directory(given: Path | None) -> Path:
         raise MissingFileError(
             "no such model directory", where=str(given), expected="a directory", got="a file" if given.exists() else "nothing"
         )
+    refuse_unfinished(given)
     return given
 
 

@@ -15,7 +15,7 @@ from colibri_jax.compare.report import CompareReport, Greedy
 from colibri_jax.compare.step import NativeStep
 from colibri_jax.compare.whole import Follower, WholeModel, compare_step, top2_margin
 from colibri_jax.engine.session import NativeModel
-from colibri_jax.errors import OptionError
+from colibri_jax.errors import ContextOverflowError, OptionError
 from colibri_jax.generate.protocol import LanguageModel
 from colibri_jax.load import load
 from colibri_jax.reference.model import ReferenceModel
@@ -84,6 +84,7 @@ def compare(
         return native, reference
 
     native, reference = models("w4a8")
+    _check_room(options, native.context_positions)
     tokens = np.asarray(_continued(native, prompt_ids, options.tokens))
     parts, shipped, floats = PartByPart(), WholeModel(), WholeModel()
     for step in _steps(native, tokens, options):
@@ -108,6 +109,12 @@ def compare(
         shipped=shipped,
         greedy=greedy,
     )
+
+
+def _check_room(options: CompareOptions, positions: int) -> None:
+    needed = max(options.tokens, options.prefill + options.greedy)
+    if needed > positions:
+        raise ContextOverflowError("more tokens than the context holds", where="compare", expected=f"at most {positions}", got=needed)
 
 
 def _continued(native: NativeModel, prompt_ids: Sequence[int], n: int) -> list[int]:

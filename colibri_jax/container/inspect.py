@@ -7,7 +7,8 @@ from pathlib import Path
 
 from colibri_jax.config import ModelConfig
 from colibri_jax.container import checkpoints
-from colibri_jax.container.reader import Container, TensorEntry
+from colibri_jax.container.reader import Container, TensorEntry, is_container
+from colibri_jax.errors import MissingFileError
 from colibri_jax.quant import ACTIVATION_GROUP_SIZE, WeightFormat
 
 DEFAULT_CONTEXT = 4096
@@ -95,6 +96,10 @@ def describe(
     Raises:
         ContainerError: as `Container.open`.
     """
+    if not is_container(Path(path)):
+        raise MissingFileError(
+            "not a container", where=str(path), expected="a converted directory (colibri-jax convert)", got="no out-*.safetensors"
+        )
     container = Container.open(path, group_size)
     config = container.config
     experts: dict[tuple[int, int], list[TensorEntry]] = {}

@@ -90,7 +90,7 @@ class Container:
         if group_size is not None and group_size not in (0, *GROUP_SIZES):
             raise OptionError("unknown group size", where="group_size", expected=f"0 or one of {GROUP_SIZES}", got=group_size)
         directory = Path(path)
-        _refuse_unfinished(directory)
+        refuse_unfinished(directory)
         config, raw_config = read_config(directory)
         paths = sorted(directory.glob("*.safetensors"))
         if not paths:
@@ -185,7 +185,18 @@ class Container:
         return gate, up, down
 
 
-def _refuse_unfinished(directory: Path) -> None:
+def is_container(path: Path) -> bool:
+    """Whether a directory holds a container (shards named `out-…`), finished or not, rather than a checkpoint.
+
+    Raises:
+        MissingFileError: there is no such directory.
+    """
+    if not path.is_dir():
+        raise MissingFileError("no such directory", where=str(path))
+    return any(path.glob("out-*.safetensors*")) or (path / STATE_FILE).exists()
+
+
+def refuse_unfinished(directory: Path) -> None:
     if not directory.is_dir():
         raise MissingFileError("no such directory", where=str(directory))
     parts = sorted(directory.glob(f"*{PART_SUFFIX}"))

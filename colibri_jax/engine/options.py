@@ -10,7 +10,7 @@ from colibri_jax import _native
 from colibri_jax.config import INDEXER_NORM_EPS, LATENT_NORM_EPS, AttentionConfig, MLAConfig, ModelConfig, RopeConfig
 from colibri_jax.container.reader import Container, TensorEntry
 from colibri_jax.errors import MemoryBudgetError, OptionError
-from colibri_jax.routing_spec import RoutingOptions
+from colibri_jax.routing_spec import RoutingOptions, whole_number
 from colibri_jax.tensors import expert_roles, tensor_specs
 
 # Without an explicit context, room for this many positions; a longer one is asked for by name.
@@ -63,8 +63,11 @@ class EngineOptions:
                 got=(self.cache_experts, self.ram_bytes),
             )
         for field in ("context_positions", "cache_experts", "ram_bytes", "threads", "io_threads"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
+            if getattr(self, field) is None:
+                continue
+            value = whole_number(getattr(self, field), field)
+            object.__setattr__(self, field, value)
+            if value < 1:
                 raise OptionError("not positive", where=field, expected="1 or more", got=value)
         for field in ("threads", "io_threads"):
             if (getattr(self, field) or 1) > MOST_THREADS:

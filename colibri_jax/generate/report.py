@@ -60,6 +60,8 @@ class RunReport:
         total = self.stats.total
         budget = ",".join(str(n) for n in budget_values(self.routing))
         saved = _gigabytes(total.avoided_read_bytes_estimate)
+        if self.stats.backend == "reference":
+            return f"EXPERT_BUDGET={budget} (dropped {total.dropped_experts} experts; the reference reads nothing, so it saves nothing)"
         return f"EXPERT_BUDGET={budget} (dropped {total.dropped_experts} experts, ~{saved} GB I/O saved)"
 
     def table(self) -> Table:
@@ -71,6 +73,8 @@ class RunReport:
             budgeted = budget_is_on(self.routing) and scope in self.budget_scopes
             table.add_column(f"{scope} (budget)" if budgeted else scope, justify="right")
         for name, cell in _ROWS:
+            if self.stats.backend == "reference" and name in _NATIVE_ROWS:
+                continue
             table.add_row(name, *(cell(self.stats.scopes[scope]) for scope in ran))
         return table
 
@@ -135,6 +139,9 @@ def _seconds(phase: str) -> Callable[[ScopeStats], str]:
 def _of_layer_steps(total: int, s: ScopeStats) -> str:
     return f"{total / s.layer_steps:.1f}" if s.layer_steps else "–"
 
+
+# The reference neither reads experts nor tells phases apart.
+_NATIVE_ROWS = ("  disk wait", "  expert products", "  attention", "  head", "  other", "bytes read", "cache hit rate")
 
 _ROWS: tuple[tuple[str, Callable[[ScopeStats], str]], ...] = (
     ("tokens", lambda s: f"{s.positions} in {s.steps} steps"),
