@@ -162,7 +162,10 @@ class RoutingOptions:
                 raise OptionError(f"unknown {field}", where=field, expected=", ".join(known), got=getattr(self, field))
         if self.policy in IRREPRODUCIBLE_POLICIES and not self.allow_irreproducible:
             raise FencedOptionError(
-                "the output of this policy depends on what the cache holds", where="policy", expected="allow_irreproducible=True", got=self.policy
+                "the output of this policy depends on what the cache holds",
+                where="policy",
+                expected="allow_irreproducible=True",
+                got=self.policy,
             )
         if self.floor < 1:
             raise OptionError("floor out of range", where="floor", expected="1 or more", got=self.floor)
