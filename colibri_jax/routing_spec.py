@@ -161,12 +161,8 @@ class RoutingOptions:
             if getattr(self, field) not in known:
                 raise OptionError(f"unknown {field}", where=field, expected=", ".join(known), got=getattr(self, field))
         if self.policy in IRREPRODUCIBLE_POLICIES and not self.allow_irreproducible:
-            raise FencedOptionError(
-                "the output of this policy depends on what the cache holds",
-                where="policy",
-                expected="allow_irreproducible=True",
-                got=self.policy,
-            )
+            what = "the output of this policy depends on what the cache holds"
+            raise FencedOptionError(what, where="policy", expected="allow_irreproducible=True", got=self.policy)
         if self.floor < 1:
             raise OptionError("floor out of range", where="floor", expected="1 or more", got=self.floor)
         if not 0.0 < self.coverage <= 1.0:

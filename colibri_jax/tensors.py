@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from colibri_jax.config import ModelConfig
+from colibri_jax.config import GQAConfig, MLAConfig, ModelConfig
 
 # How a tensor is stored in a container, and how a product with it is done (design table, "stored" and "product").
 #   int4          groups along the input, activations quantised to int8
@@ -46,22 +46,18 @@ def tensor_specs(config: ModelConfig) -> Iterator[TensorSpec]:
 
 def layer_specs(config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
     """The tensors of one trunk layer, or of the MTP block's decoder layer (`layer == n_layers`)."""
-    width, mla, indexer, moe = config.hidden_size, config.attention, config.indexer, config.moe
+    width, indexer, moe = config.hidden_size, config.indexer, config.moe
     is_mtp = layer == config.n_layers
     matrix: Storage = "int8" if is_mtp else "int4"
-    dequantised: Storage = "int8_dequant" if is_mtp else "int4_dequant"
     prefix = f"layers.{layer}"
 
     yield TensorSpec(f"{prefix}.attn_norm", (width,), "f32")
-    yield TensorSpec(f"{prefix}.attn.q_a", (mla.q_lora_rank, width), matrix)
-    yield TensorSpec(f"{prefix}.attn.q_a_norm", (mla.q_lora_rank,), "f32")
-    yield TensorSpec(f"{prefix}.attn.q_b", (mla.n_heads * mla.qk_dim, mla.q_lora_rank), matrix)
-    yield TensorSpec(f"{prefix}.attn.kv_a", (mla.cache_width, width), matrix)
-    yield TensorSpec(f"{prefix}.attn.kv_a_norm", (mla.kv_lora_rank,), "f32")
-    yield TensorSpec(f"{prefix}.attn.kv_b", (mla.n_heads * (mla.nope_dim + mla.value_dim), mla.kv_lora_rank), dequantised)
-    yield TensorSpec(f"{prefix}.attn.o", (width, mla.n_heads * mla.value_dim), matrix)
-    if indexer is not None and (is_mtp or indexer.kinds[layer] == "full"):
-        yield TensorSpec(f"{prefix}.indexer.wq_b", (indexer.n_heads * indexer.head_dim, mla.q_lora_rank), "int8_dequant")
+    if isinstance(config.attention, MLAConfig):
+        yield from _mla(f"{prefix}.attn", width, config.attention, matrix, "int8_dequant" if is_mtp else "int4_dequant")
+    else:
+        yield from _gqa(f"{prefix}.attn", width, config.attention, matrix)
+    if indexer is not None and isinstance(config.attention, MLAConfig) and (is_mtp or indexer.kinds[layer] == "full"):
+        yield TensorSpec(f"{prefix}.indexer.wq_b", (indexer.n_heads * indexer.head_dim, config.attention.q_lora_rank), "int8_dequant")
         yield TensorSpec(f"{prefix}.indexer.wk", (indexer.head_dim, width), "int8_dequant")
         yield TensorSpec(f"{prefix}.indexer.k_norm_weight", (indexer.head_dim,), "f32")
         yield TensorSpec(f"{prefix}.indexer.k_norm_bias", (indexer.head_dim,), "f32")
@@ -94,6 +90,27 @@ def expert_roles(layer: int, expert: int) -> tuple[str, str, str]:
     """Roles of one routed expert's matrices: gate, up, down."""
     prefix = f"layers.{layer}.experts.{expert}"
     return (f"{prefix}.gate", f"{prefix}.up", f"{prefix}.down")
+
+
+def _mla(prefix: str, width: int, mla: MLAConfig, matrix: Storage, dequantised: Storage) -> Iterator[TensorSpec]:
+    yield TensorSpec(f"{prefix}.q_a", (mla.q_lora_rank, width), matrix)
+    yield TensorSpec(f"{prefix}.q_a_norm", (mla.q_lora_rank,), "f32")
+    yield TensorSpec(f"{prefix}.q_b", (mla.n_heads * mla.qk_dim, mla.q_lora_rank), matrix)
+    yield TensorSpec(f"{prefix}.kv_a", (mla.cache_width, width), matrix)
+    yield TensorSpec(f"{prefix}.kv_a_norm", (mla.kv_lora_rank,), "f32")
+    yield TensorSpec(f"{prefix}.kv_b", (mla.n_heads * (mla.nope_dim + mla.value_dim), mla.kv_lora_rank), dequantised)
+    yield TensorSpec(f"{prefix}.o", (width, mla.n_heads * mla.value_dim), matrix)
+
+
+def _gqa(prefix: str, width: int, gqa: GQAConfig, matrix: Storage) -> Iterator[TensorSpec]:
+    for name, out in (("q", gqa.q_width), ("k", gqa.kv_width), ("v", gqa.kv_width)):
+        yield TensorSpec(f"{prefix}.{name}", (out, width), matrix)
+        if gqa.qkv_bias:
+            yield TensorSpec(f"{prefix}.{name}_bias", (out,), "f32")
+    if gqa.qk_norm != "none":
+        yield TensorSpec(f"{prefix}.q_norm", (gqa.q_norm_width,), "f32")
+        yield TensorSpec(f"{prefix}.k_norm", (gqa.k_norm_width,), "f32")
+    yield TensorSpec(f"{prefix}.o", (width, gqa.q_width), matrix)
 
 
 def _mlp(prefix: str, width: int, hidden: int, storage: Storage) -> Iterator[TensorSpec]:

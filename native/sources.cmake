@@ -22,9 +22,12 @@ set(COLIBRI_SOURCES
     # model
     src/model/attention.cpp
     src/model/engine.cpp
+    src/model/gqa.cpp
     src/model/indexer.cpp
     src/model/matrix.cpp
+    src/model/mla.cpp
     src/model/moe.cpp
+    src/model/rope.cpp
     src/model/thread_pool.cpp
     src/model/weights.cpp
 )

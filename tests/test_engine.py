@@ -353,7 +353,7 @@ def test_caches_can_be_looked_at(containers: dict[str, Path]) -> None:
         list(run(model, usual_steps(ODD)))
     assert cache_rows(ours).shape == (5 * ours.position, 27)
     for layer, cache in enumerate(theirs.caches):
-        assert bits(ours.kv_cache(layer)) == bits(np.asarray(cache.latent_SC)[: ours.position])
+        assert bits(ours.kv_cache(layer)) == bits(np.asarray(cache.kv_SC)[: ours.position])
         keys = ours.index_keys(layer)
         assert (keys is None) == (cache.index_SJ is None)
         if keys is not None:

@@ -10,6 +10,7 @@ import signal
 import struct
 import sys
 import threading
+from collections.abc import Iterator
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,15 @@ def test_counts_beyond_every_integer_mean_no_limit(sound: Path, expected: bytes)
 # ---- interrupts and threads ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def sigint_interrupts() -> Iterator[None]:
+    """Python's own handler, which is not there where the tests were started in the background of a script."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint_interrupts")
 def test_an_interrupt_leaves_the_engine_as_it_was(sound: Path, expected: bytes) -> None:
     """The signal is raised by C code that C code calls right before the step, so it is pending when the step begins."""
     model = load(sound)

@@ -18,11 +18,13 @@ ROOT = Path(colibri_jax.__file__).parent
 # What each part of the package may import, besides itself. A part is a module or subpackage directly below the package;
 # "" is the package's own front door.
 # `generate.protocol` stands apart from the rest of `generate`: it is the interface that both backends implement.
-LEAVES = {"errors", "config", "routing_spec", "tensors", "stats", "quant", "generate.protocol"}
+LEAVES = {"errors", "layer_spec", "families", "config", "routing_spec", "tensors", "stats", "quant", "generate.protocol"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "routing_spec": {"errors"},
-    "config": {"errors", "routing_spec"},
+    "layer_spec": {"errors", "routing_spec"},
+    "families": {"errors", "routing_spec", "layer_spec"},
+    "config": {"errors", "layer_spec", "families"},
     "tensors": {"errors", "config", "routing_spec"},
     "stats": {"errors", "routing_spec"},
     "quant": {"errors"},

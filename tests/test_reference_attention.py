@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colibri_jax.config import MLAConfig
+from colibri_jax.config import MLAConfig, RopeConfig
 from colibri_jax.reference.attention import MLAWeights, Rope, attend, project_latent, project_queries, rms_norm, rope_table, rotate
 
-MLA = MLAConfig(n_heads=5, q_lora_rank=23, kv_lora_rank=13, nope_dim=9, rope_dim=6, value_dim=11, rope_theta=1e4)
+MLA = MLAConfig(n_heads=5, q_lora_rank=23, kv_lora_rank=13, nope_dim=9, value_dim=11, rope=RopeConfig(dim=6, theta=1e4))
 WIDTH, ROWS, CACHED = 37, 7, 19
 EPS32 = np.finfo(np.float32).eps
 
@@ -84,7 +84,7 @@ def test_positions_that_are_not_attended_change_no_bit() -> None:
 def test_rope_takes_interleaved_pairs_and_gives_halves() -> None:
     rng = np.random.default_rng(1)
     x = rng.standard_normal((4, 6)).astype(np.float32)
-    cos, sin = rope_table(10, 6, 1e4)
+    cos, sin = rope_table(10, MLA.rope)
     got = np.asarray(rotate(jnp.asarray(x), jnp.asarray(cos[3:7]), jnp.asarray(sin[3:7])))
     for t in range(4):
         for pair in range(3):
@@ -96,7 +96,7 @@ def test_rope_takes_interleaved_pairs_and_gives_halves() -> None:
 def test_rope_scores_depend_on_distance_only() -> None:
     rng = np.random.default_rng(2)
     query, key = rng.standard_normal((2, 6)).astype(np.float32)
-    cos, sin = map(jnp.asarray, rope_table(300, 6, 1e4))
+    cos, sin = map(jnp.asarray, rope_table(300, MLA.rope))
 
     def score(query_position: int, key_position: int) -> float:
         turned = [rotate(jnp.asarray(x), cos[p], sin[p]) for x, p in ((query, query_position), (key, key_position))]
@@ -107,7 +107,7 @@ def test_rope_scores_depend_on_distance_only() -> None:
 
 
 def test_rope_table_is_float64_rounded_once() -> None:
-    cos, sin = rope_table(5000, 8, 1e6)
+    cos, sin = rope_table(5000, RopeConfig(dim=8, theta=1e6))
     assert cos.dtype == sin.dtype == np.float32
     angle = 4999 * 1e6 ** (-2 * 3 / 8)
     assert cos[4999, 3] == np.float32(np.cos(angle))
@@ -125,7 +125,7 @@ def test_cache_row_is_normed_latent_then_rotated_key() -> None:
     rng = np.random.default_rng(3)
     weights = random_weights(rng)
     x = rng.standard_normal((2, WIDTH)).astype(np.float32)
-    cos, sin = rope_table(8, MLA.rope_dim, MLA.rope_theta)
+    cos, sin = rope_table(8, MLA.rope)
     rope = Rope(jnp.asarray(cos[4:6]), jnp.asarray(sin[4:6]))
     row = np.asarray(project_latent(jnp.asarray(x), weights, rope, MLA))
     raw = x.astype(np.float64) @ np.asarray(weights.kv_a, np.float64).T

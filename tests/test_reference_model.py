@@ -162,7 +162,7 @@ def test_a_layer_computed_alone_reproduces_the_step() -> None:
         selection = lm.selections[moe_index] if lm.config.sparse[layer] else None
         fed = lm.layer_step(layer, hidden, exact, 22, attended_TS=free.attended_TS, selection=selection)
         np.testing.assert_array_equal(free.hidden_TD, fed.hidden_TD)
-        np.testing.assert_array_equal(np.asarray(fed.cache.latent_SC)[:30], np.asarray(lm.caches[layer].latent_SC)[:30])
+        np.testing.assert_array_equal(np.asarray(fed.cache.kv_SC)[:30], np.asarray(lm.caches[layer].kv_SC)[:30])
         moe_index += lm.config.sparse[layer]
         hidden, attended = free.hidden_TD, free.attended_TS
     assert lm.position == 30

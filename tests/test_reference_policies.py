@@ -1,5 +1,6 @@
 """The budget's policies in the reference: each rule on cases worked out by hand, then equality with the slow oracle.
 
+Steps have up to 8 positions and 16 experts, which the reference pads to one shape: few programs are compiled.
 Hand-made scores are exact: a sigmoid logit of 0 scores 0.5, of 40 scores 1, of -110 scores 0.
 """
 
@@ -241,7 +242,7 @@ def test_per_position_acts_where_a_position_has_more_than_the_budget() -> None:
 
 
 def test_per_position_is_the_aggregate_of_single_rows() -> None:
-    z = (np.random.default_rng(3).integers(-16, 17, (24, 16)) / 8).astype(np.float32)
+    z = (np.random.default_rng(3).integers(-16, 17, (8, 16)) / 8).astype(np.float32)
     spec = RouterSpec(score="softmax", top_k=5)
     for vote in ("weights", "all_scores"):
         options = RoutingOptions(policy="per_position", budget=3, vote=vote)
@@ -356,7 +357,7 @@ def test_kept_mass_is_monotone_in_the_budget(policy: Policy) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_permuting_positions_permutes_the_selection(policy: Policy) -> None:
     rng = np.random.default_rng(2)
-    z, order = (rng.integers(-8, 9, (40, 16)) / 8).astype(np.float32), rng.permutation(40)
+    z, order = (rng.integers(-8, 9, (8, 16)) / 8).astype(np.float32), rng.permutation(8)
     router, options = {"top_k": 5}, {"budget": 7, "expert_topp": 0.9, "resident": [3, 5] if policy == "resident" else None}
     straight, permuted = select(z, policy, router=router, **options), select(z[order], policy, router=router, **options)
     there_and_back = dataclasses.replace(straight, ids=straight.ids[order], weights=straight.weights[order])
@@ -382,12 +383,13 @@ def test_the_core_inside_jit_is_the_same_function_and_ignores_padding_rows(polic
 
 def test_budget_floor_and_coverage_share_one_program() -> None:
     z, spec = rows([1, 0.9, 0.5, 0.2], [0.2, 0.5, 0.9, 1]), RouterSpec(score="sigmoid", top_k=2)
-    routing._route_program.cache_clear()
     for policy in UNIQUE:
+        programs = []
         for n, m, share in ((0, 1, 1.0), (1, 1, 0.5), (3, 2, 0.75)):
             options = RoutingOptions(policy=policy, budget=n, floor=m, coverage=share, allow_irreproducible=True)
             select_experts(z, spec, options, [0])
-        assert routing._route_program(4 if z.shape[1] < 4 else 16, policy)._cache_size() == 1
+            programs.append(routing._route_program(16, policy)._cache_size())
+        assert programs[0] == programs[-1] > 0
 
 
 # ---- equality with the oracle ------------------------------------------------------------------------------------

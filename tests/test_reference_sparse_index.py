@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colibri_jax.config import IndexerConfig
+from colibri_jax.config import IndexerConfig, RopeConfig
 from colibri_jax.reference.attention import Rope, rope_table
 from colibri_jax.reference.sparse_index import IndexerWeights, choose_positions, index_keys, index_scores, layer_norm
 
@@ -64,7 +64,7 @@ def random_indexer(seed: int) -> tuple[IndexerWeights, np.ndarray, np.ndarray, n
         draw(INDEXER.n_heads * INDEXER.head_dim, LATENT), draw(INDEXER.head_dim, WIDTH), 1 + draw(10), draw(10), draw(16, WIDTH)
     )
     x, latent, keys = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, WIDTH), (5, LATENT), (12, INDEXER.head_dim)))
-    cos, sin = rope_table(20, ROPE, 1e4)
+    cos, sin = rope_table(20, RopeConfig(dim=ROPE, theta=1e4))
     return weights, x, latent, keys, Rope(jnp.asarray(cos[7:12]), jnp.asarray(sin[7:12]))
 
 

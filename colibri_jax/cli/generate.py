@@ -54,6 +54,14 @@ What it can do to a position
   follows, and --prefill-chunk becomes part of the result.
   Experimental: quality not measured, for every policy that there is so far.
 \b
+Policies
+  aggregate     the N experts with the largest sum of votes over the step
+  floor         every position's best (--floor) first, then by votes up to N
+  substitute    as floor; a position that lost experts picks others of the set
+  coverage      as floor, until --coverage of the votes is held, or N experts
+  per_position  every position by itself keeps its best N
+  resident      cached experts always, the rest by votes (--allow-irreproducible)
+\b
 Environment
   SNAP, PROMPT, NGEN, EXPERT_BUDGET, TOPK, TOPP, CAP and RAM_GB are defaults for
   MODEL_DIR and the flags; a flag wins. MTP may be 0; drafting is not built in.

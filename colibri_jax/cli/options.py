@@ -65,7 +65,24 @@ def routing_options(command: Command) -> Command:
                 show_default=True,
                 help="Kind of step that the budget applies to; repeatable.",
             ),
-            click.option("--policy", type=click.Choice(POLICIES), default="aggregate", show_default=True, help="Which experts it keeps."),
+            click.option(
+                "--policy", type=click.Choice(POLICIES), default="aggregate", show_default=True, help="Which experts it keeps; see below."
+            ),
+            click.option(
+                "--floor",
+                type=click.IntRange(min=1),
+                default=1,
+                show_default=True,
+                help="Experts of every position that policies floor, substitute and coverage always keep.",
+            ),
+            click.option(
+                "--coverage",
+                type=float,
+                default=1.0,
+                show_default=True,
+                help="Share of a layer's votes that policy coverage keeps; below 1 it acts without a budget too.",
+            ),
+            click.option("--allow-irreproducible", is_flag=True, help="Permit policy resident, whose text depends on the cache."),
             click.option(
                 "--denominator",
                 type=click.Choice(get_args(Denominator)),
@@ -204,6 +221,9 @@ def routing_from(options: Mapping[str, OptionValue]) -> tuple[RoutingOptions, fr
         policy=value["policy"],
         denominator=value["denominator"],
         vote=value["vote"],
+        floor=value["floor"],
+        coverage=value["coverage"],
+        allow_irreproducible=value["allow_irreproducible"],
     )
     return routing, frozenset(chosen)
 

@@ -141,7 +141,7 @@ def describe(
 
 
 def kv_bytes_per_position(config: ModelConfig) -> int:
-    """float32 bytes that one position takes in the cache: a latent and a rotated key per layer, an indexer key per full layer."""
+    """float32 bytes that one position takes in the cache: what attention keeps per layer, an indexer key per full layer."""
     indexer = 0 if config.indexer is None else config.indexer.head_dim * config.indexer.kinds.count("full")
     return 4 * (config.n_layers * config.attention.cache_width + indexer)
 

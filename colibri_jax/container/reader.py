@@ -128,7 +128,8 @@ class Container:
         Without indexers attention is dense and the context ends at `index_topk`: up to there an indexer takes every position.
         """
         config = self.config
-        if config.n_mtp_layers and not self.has_mtp:
+        mtp_indexer = f"layers.{config.n_layers}.indexer.wk"
+        if config.n_mtp_layers and (not self.has_mtp or (self.has_indexers and mtp_indexer not in self.entries)):
             config = dataclasses.replace(config, n_mtp_layers=0)
         if config.indexer is not None and not self.has_indexers:
             config = dataclasses.replace(config, indexer=None, max_positions=min(config.max_positions, config.indexer.topk))

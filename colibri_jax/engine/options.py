@@ -7,7 +7,7 @@ import os
 from typing import Any, Literal
 
 from colibri_jax import _native
-from colibri_jax.config import INDEXER_NORM_EPS, LATENT_NORM_EPS, ModelConfig
+from colibri_jax.config import INDEXER_NORM_EPS, LATENT_NORM_EPS, AttentionConfig, MLAConfig, ModelConfig, RopeConfig
 from colibri_jax.container.reader import Container, TensorEntry
 from colibri_jax.errors import MemoryBudgetError, OptionError
 from colibri_jax.routing_spec import RoutingOptions
@@ -196,22 +196,15 @@ def _matrix(entry: TensorEntry, index: dict[Any, int]) -> tuple[Any, ...]:
 
 
 def _model_dict(config: ModelConfig, tensors: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    mla, indexer, router = config.attention, config.indexer, config.moe.router
+    indexer, router = config.indexer, config.moe.router
     return {
         "vocab": config.vocab_size,
         "width": config.hidden_size,
         "layers": config.n_layers,
         "dense_hidden": config.dense_hidden,
         "sparse": list(config.sparse),
-        "heads": mla.n_heads,
-        "q_rank": mla.q_lora_rank,
-        "kv_rank": mla.kv_lora_rank,
-        "nope": mla.nope_dim,
-        "rope": mla.rope_dim,
-        "value": mla.value_dim,
-        "rope_theta": mla.rope_theta,
         "rms_eps": config.rms_eps,
-        "latent_eps": LATENT_NORM_EPS,
+        "attention": _attention_dict(config.attention),
         "indexer": None
         if indexer is None
         else {
@@ -234,6 +227,48 @@ def _model_dict(config: ModelConfig, tensors: dict[str, tuple[Any, ...]]) -> dic
         },
         "tied": config.tie_embeddings,
         "tensors": tensors,
+    }
+
+
+def _attention_dict(attention: AttentionConfig) -> dict[str, Any]:
+    common = {"heads": attention.n_heads, "scale": attention.softmax_scale, "rope": _rope_dict(attention.rope)}
+    if isinstance(attention, MLAConfig):
+        return {
+            **common,
+            "kind": "mla",
+            "q_rank": attention.q_lora_rank,
+            "kv_rank": attention.kv_lora_rank,
+            "nope": attention.nope_dim,
+            "value": attention.value_dim,
+            "latent_eps": LATENT_NORM_EPS,
+        }
+    return {
+        **common,
+        "kind": "gqa",
+        "kv_heads": attention.n_kv_heads,
+        "head_dim": attention.head_dim,
+        "qkv_bias": attention.qkv_bias,
+        "qk_norm": attention.qk_norm,
+        "clip": attention.clip or 0.0,
+    }
+
+
+def _rope_dict(rope: RopeConfig) -> dict[str, Any]:
+    yarn = rope.yarn
+    return {
+        "dim": rope.dim,
+        "theta": rope.theta,
+        "interleaved": rope.layout == "interleaved",
+        "attention_factor": rope.attention_factor,
+        "yarn": None
+        if yarn is None
+        else {
+            "factor": yarn.factor,
+            "original_positions": yarn.original_positions,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "truncate": yarn.truncate,
+        },
     }
 
 

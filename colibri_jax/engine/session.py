@@ -148,7 +148,7 @@ class NativeModel:
         return trace
 
     def kv_cache(self, layer: int) -> npt.NDArray[np.float32]:
-        """float32 [position, kv_lora_rank + rope_dim]: latents, then rotated keys."""
+        """float32 [position, cache_width]: latents, then rotated keys; with GQA the rotated keys of all heads, then their values."""
         cache: npt.NDArray[np.float32] = self._engine.kv_cache(layer)
         return cache
 

@@ -17,8 +17,12 @@ def budget_values(routing: RoutingOptions) -> tuple[int, ...]:
 
 
 def budget_is_on(routing: RoutingOptions) -> bool:
-    """Whether any layer has a budget."""
-    return any(n > 0 for n in budget_values(routing))
+    """Whether any layer has a budget, or a share of its votes to keep."""
+    return any(n > 0 for n in budget_values(routing)) or _keeps_a_share(routing)
+
+
+def _keeps_a_share(routing: RoutingOptions) -> bool:
+    return routing.policy == "coverage" and routing.coverage < 1.0
 
 
 def budget_notes(config: ModelConfig, routing: RoutingOptions, scopes: Iterable[Scope], *, largest_prefill_step: int) -> tuple[str, ...]:
@@ -57,11 +61,14 @@ def no_effect(config: ModelConfig, routing: RoutingOptions, scope: Scope, *, row
     name, per_position = "top-k", top_k
     if 0 < routing.expert_topk < top_k:
         name, per_position = "expert-topk", routing.expert_topk
-    reach = min(rows * per_position, config.moe.n_experts)
+    if _keeps_a_share(routing):
+        return None
+    # Policy per_position looks at each position alone, however many share the step.
+    reach = per_position if routing.policy == "per_position" else min(rows * per_position, config.moe.n_experts)
     budgets = [n for n in budget_values(routing) if n > 0]
     if not budgets or min(budgets) < reach:
         return None
-    if rows == 1:
+    if reach == per_position:
         what = f"{name} {per_position}"
     elif reach == config.moe.n_experts:
         what = f"all {reach} experts"

@@ -7,6 +7,7 @@ takes the key matrix to the query's side, the expanded one makes keys and values
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from colibri_jax.config import LATENT_NORM_EPS, MLAConfig
+from colibri_jax.config import LATENT_NORM_EPS, MLAConfig, RopeConfig, RopeLayout
 from colibri_jax.reference import ordered
 from colibri_jax.reference.quantized import Matrix, product, zero_of
 
@@ -37,6 +38,21 @@ class MLAWeights(NamedTuple):
     o: Matrix
 
 
+def load_mla(get: Callable[[str], Matrix], vector: Callable[[str], jax.Array], mla: MLAConfig) -> MLAWeights:
+    """One layer's attention from its tensors: `get` gives a matrix by its role inside the layer, `vector` a float32 array."""
+    kv_b_HJC = vector("attn.kv_b").reshape(mla.n_heads, mla.nope_dim + mla.value_dim, mla.kv_lora_rank)
+    return MLAWeights(
+        q_a=get("attn.q_a"),
+        q_a_norm=vector("attn.q_a_norm"),
+        q_b=get("attn.q_b"),
+        kv_a=get("attn.kv_a"),
+        kv_a_norm=vector("attn.kv_a_norm"),
+        key_HNC=kv_b_HJC[:, : mla.nope_dim],
+        value_HVC=kv_b_HJC[:, mla.nope_dim :],
+        o=get("attn.o"),
+    )
+
+
 class Rope(NamedTuple):
     """cos and sin of the T new positions, float32 [T, R / 2]."""
 
@@ -57,26 +73,27 @@ def final_norm(x: jax.Array, weight: jax.Array, zero: jax.Array | None, *, eps: 
     return rms_norm(x, weight, eps, zero)
 
 
-def rope_table(n_positions: int, rope_dim: int, theta: float) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """cos and sin, float32 [n_positions, rope_dim / 2].
+def rope_table(n_positions: int, rope: RopeConfig) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """cos and sin, float32 [n_positions, rope.dim / 2].
 
-    The frequencies theta^(-2i / rope_dim), the angles and their cos and sin are float64, rounded to float32 once at the end:
-    this, not any library's float32 evaluation, is the definition that native follows.
+    Angles, their cos and sin, and the product with the attention factor are float64, rounded to float32 once at the end: this, not
+    any library's float32 evaluation, is the definition that native follows.
     """
-    frequencies = np.float64(theta) ** (-np.arange(0, rope_dim, 2, dtype=np.float64) / rope_dim)
-    angles = np.arange(n_positions, dtype=np.float64)[:, None] * frequencies
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    angles = np.arange(n_positions, dtype=np.float64)[:, None] * np.asarray(rope.frequencies)
+    factor = rope.attention_factor
+    return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, zero: jax.Array | None = None) -> jax.Array:
-    """Rotate pairs (2i, 2i + 1) of the last dimension by angle i; results lie in halves: first parts, then second parts.
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, zero: jax.Array | None = None, layout: RopeLayout = "interleaved") -> jax.Array:
+    """Rotate pair i of the last dimension by angle i; results lie in halves: first parts, then second parts.
 
     Args:
         x: float32 [..., R].
         cos, sin: broadcastable to [..., R / 2].
         zero: as in `rms_norm`; every product is then rounded by itself.
+        layout: pair i is (2i, 2i + 1), or (i, R / 2 + i) in "half".
     """
-    first, second = x[..., 0::2], x[..., 1::2]
+    first, second = (x[..., 0::2], x[..., 1::2]) if layout == "interleaved" else jnp.split(x, 2, axis=-1)
     terms = [first * cos, second * sin, second * cos, first * sin]
     if zero is not None:
         terms = [ordered.separate(term, zero) for term in terms]
@@ -94,7 +111,7 @@ def project_queries(x_TD: jax.Array, weights: MLAWeights, rope: Rope, mla: MLACo
     zero = zero_of(weights.q_a)
     latent_TQ = rms_norm(product(x_TD, weights.q_a), weights.q_a_norm, LATENT_NORM_EPS, zero)
     query = product(latent_TQ, weights.q_b).reshape(x_TD.shape[0], mla.n_heads, mla.qk_dim)
-    rotated_THR = rotate(query[..., mla.nope_dim :], rope.cos_TP[:, None, :], rope.sin_TP[:, None, :], zero)
+    rotated_THR = rotate(query[..., mla.nope_dim :], rope.cos_TP[:, None, :], rope.sin_TP[:, None, :], zero, mla.rope.layout)
     return latent_TQ, query[..., : mla.nope_dim], rotated_THR
 
 
@@ -103,7 +120,7 @@ def project_latent(x_TD: jax.Array, weights: MLAWeights, rope: Rope, mla: MLACon
     zero = zero_of(weights.kv_a)
     projected = product(x_TD, weights.kv_a)
     latent_TC = rms_norm(projected[:, : mla.kv_lora_rank], weights.kv_a_norm, LATENT_NORM_EPS, zero)
-    key_TR = rotate(projected[:, mla.kv_lora_rank :], rope.cos_TP, rope.sin_TP, zero)
+    key_TR = rotate(projected[:, mla.kv_lora_rank :], rope.cos_TP, rope.sin_TP, zero, mla.rope.layout)
     return jnp.concatenate([latent_TC, key_TR], axis=1)
 
 

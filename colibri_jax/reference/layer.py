@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from colibri_jax.config import IndexerConfig, MLAConfig, ModelConfig
+from colibri_jax.config import AttentionConfig, GQAConfig, IndexerConfig, MLAConfig, ModelConfig
 from colibri_jax.errors import NonFiniteActivationError, NonFiniteLogitError, ShapeError
-from colibri_jax.reference.attention import MLAForm, MLAWeights, Rope, attend, project_latent, project_queries, rms_norm
+from colibri_jax.reference import attention, gqa
+from colibri_jax.reference.attention import MLAForm, MLAWeights, Rope, load_mla, rms_norm
+from colibri_jax.reference.gqa import GQAWeights, load_gqa
 from colibri_jax.reference.moe import MLPWeights, MoEWeights, mlp, moe, router_logits, weights_by_expert
 from colibri_jax.reference.quantized import (
     HostMatrix,
@@ -44,9 +46,10 @@ _SMALLEST_CACHE_BUCKET = 64
 
 
 class LayerCache(NamedTuple):
-    """What a layer remembers of earlier positions: float32 [S, C + R], and [S, J] where it has an indexer of its own."""
+    """What a layer remembers of earlier positions, float32: [S, C], C as `cache_width` of the attention's configuration says, and [S, J]
+    where it has an indexer of its own."""
 
-    latent_SC: jax.Array | Float32
+    kv_SC: jax.Array | Float32
     index_SJ: jax.Array | Float32 | None
 
 
@@ -66,7 +69,7 @@ class LayerResult(NamedTuple):
 
 class _AttentionBlock(NamedTuple):
     norm: jax.Array
-    mla: MLAWeights
+    heads: MLAWeights | GQAWeights
     indexer: IndexerWeights | None
     mlp_norm: jax.Array
 
@@ -92,7 +95,7 @@ class Layer:
 class Geometry:
     """What compiled pieces need to know besides arrays."""
 
-    mla: MLAConfig
+    attention: AttentionConfig
     indexer: IndexerConfig | None
     eps: float
     form: MLAForm
@@ -109,7 +112,7 @@ def load_layer(params: Params, config: ModelConfig, layer: int, precision: Preci
         MissingTensorError, ShapeError, OptionError: as `check_stored` and `prepare` say.
     """
     specs = {spec.role: spec for spec in layer_specs(config, layer)}
-    prefix, mla = f"layers.{layer}", config.attention
+    prefix = f"layers.{layer}"
 
     def get(name: str) -> Matrix:
         return to_device(_load(params, specs[f"{prefix}.{name}"], precision))
@@ -119,19 +122,12 @@ def load_layer(params: Params, config: ModelConfig, layer: int, precision: Preci
         assert isinstance(array, jax.Array)
         return array
 
-    kv_b_HJC = vector("attn.kv_b").reshape(mla.n_heads, mla.nope_dim + mla.value_dim, mla.kv_lora_rank)
-    attention = _AttentionBlock(
+    def optional(name: str) -> jax.Array | None:
+        return vector(name) if f"{prefix}.{name}" in specs else None
+
+    block = _AttentionBlock(
         norm=vector("attn_norm"),
-        mla=MLAWeights(
-            q_a=get("attn.q_a"),
-            q_a_norm=vector("attn.q_a_norm"),
-            q_b=get("attn.q_b"),
-            kv_a=get("attn.kv_a"),
-            kv_a_norm=vector("attn.kv_a_norm"),
-            key_HNC=kv_b_HJC[:, : mla.nope_dim],
-            value_HVC=kv_b_HJC[:, mla.nope_dim :],
-            o=get("attn.o"),
-        ),
+        heads=load_mla(get, vector, config.attention) if isinstance(config.attention, MLAConfig) else load_gqa(get, optional),
         indexer=(
             IndexerWeights(
                 wq_b=get("indexer.wq_b"),
@@ -158,7 +154,7 @@ def load_layer(params: Params, config: ModelConfig, layer: int, precision: Preci
         router = dataclasses.replace(router, bias=np.asarray(vector("router.bias")))
     return Layer(
         name=f"layer {layer}",
-        attention=attention,
+        attention=block,
         dense=load_mlp("mlp"),
         router=router,
         router_weight=vector("router.weight") if sparse else None,
@@ -194,7 +190,7 @@ def run_layer(
         ShapeError: `attended_TS` or the selection does not fit the step.
     """
     n_rows, n_total = hidden_TD.shape[0], start + hidden_TD.shape[0]
-    rows, cached = bucket(n_rows), max(bucket(max(n_total, cache.latent_SC.shape[0])), _SMALLEST_CACHE_BUCKET)
+    rows, cached = bucket(n_rows), max(bucket(max(n_total, cache.kv_SC.shape[0])), _SMALLEST_CACHE_BUCKET)
     if geometry.indexer is not None and layer.attention.indexer is None and attended_TS is None:
         raise ShapeError("a layer that shares its choice of positions needs one", where=layer.name, expected="attended_TS", got="nothing")
     if attended_TS is not None and attended_TS.shape != (n_rows, n_total):
@@ -266,28 +262,55 @@ def _attention_block(
     geometry: Geometry,
 ) -> tuple[jax.Array, jax.Array, LayerCache, jax.Array | None]:
     """Attention with its residual; returns the new residual, its norm (the MLP's input), the cache and the choice."""
-    zero = zero_of(weights.mla.o)
+    zero = zero_of(weights.heads.o)
     x_TD = rms_norm(hidden_TD, weights.norm, geometry.eps, zero)
-    latent_TQ, query_THN, rotated_THR = project_queries(x_TD, weights.mla, rope, geometry.mla)
+    latent_TQ, queries, new_TC = _project(weights.heads, x_TD, rope, geometry)
 
     rows_T = jnp.arange(hidden_TD.shape[0], dtype=jnp.int32)
-    n_cached = cache.latent_SC.shape[0]
+    n_cached = cache.kv_SC.shape[0]
     # Rows past n_rows get a position outside the cache, where a scatter drops them.
     target_T = jnp.where(rows_T < n_rows, start + rows_T, n_cached)
-    latent_SC = jnp.asarray(cache.latent_SC).at[target_T].set(project_latent(x_TD, weights.mla, rope, geometry.mla), mode="drop")
+    kv_SC = jnp.asarray(cache.kv_SC).at[target_T].set(new_TC, mode="drop")
     visible_TS = jnp.arange(n_cached, dtype=jnp.int32)[None, :] <= (start + rows_T)[:, None]
 
     index_SJ = cache.index_SJ
     if weights.indexer is not None and geometry.indexer is not None:
         assert index_SJ is not None
+        assert latent_TQ is not None
         index_SJ = jnp.asarray(index_SJ).at[target_T].set(index_keys(x_TD, weights.indexer, rope, zero), mode="drop")
         if attended_TS is None:
             scores_TS = index_scores(x_TD, latent_TQ, index_SJ, weights.indexer, rope, indexer=geometry.indexer, zero=zero)
             attended_TS = choose_positions(scores_TS, visible_TS, geometry.indexer.topk)
     looked_at_TS = visible_TS if attended_TS is None else (visible_TS & attended_TS) | (rows_T >= n_rows)[:, None]
-    attention_TD = attend(query_THN, rotated_THR, latent_SC, looked_at_TS, weights.mla, mla=geometry.mla, form=geometry.form)
-    hidden_TD = hidden_TD + attention_TD
-    return hidden_TD, rms_norm(hidden_TD, weights.mlp_norm, geometry.eps, zero), LayerCache(latent_SC, index_SJ), attended_TS
+    hidden_TD = hidden_TD + _attend(weights.heads, queries, kv_SC, looked_at_TS, geometry)
+    return hidden_TD, rms_norm(hidden_TD, weights.mlp_norm, geometry.eps, zero), LayerCache(kv_SC, index_SJ), attended_TS
+
+
+def _project(
+    heads: MLAWeights | GQAWeights, x_TD: jax.Array, rope: Rope, geometry: Geometry
+) -> tuple[jax.Array | None, tuple[jax.Array, ...], jax.Array]:
+    """Of the new positions: the query latent (MLA only), queries as `_attend` takes them, rows for the cache."""
+    shape = geometry.attention
+    if isinstance(heads, MLAWeights):
+        assert isinstance(shape, MLAConfig)
+        latent_TQ, *queries = attention.project_queries(x_TD, heads, rope, shape)
+        return latent_TQ, tuple(queries), attention.project_latent(x_TD, heads, rope, shape)
+    assert isinstance(shape, GQAConfig)
+    query_THV = gqa.project_queries(x_TD, heads, rope, shape, geometry.eps)
+    return None, (query_THV,), gqa.project_keys_values(x_TD, heads, rope, shape, geometry.eps)
+
+
+def _attend(
+    heads: MLAWeights | GQAWeights, queries: tuple[jax.Array, ...], kv_SC: jax.Array, attended_TS: jax.Array, geometry: Geometry
+) -> jax.Array:
+    """Attention and its output projection, float32 [T, D]."""
+    shape = geometry.attention
+    if isinstance(heads, MLAWeights):
+        assert isinstance(shape, MLAConfig)
+        query_THN, rotated_THR = queries
+        return attention.attend(query_THN, rotated_THR, kv_SC, attended_TS, heads, mla=shape, form=geometry.form)
+    assert isinstance(shape, GQAConfig)
+    return gqa.attend(queries[0], kv_SC, attended_TS, heads, shape)
 
 
 @jax.jit
@@ -332,7 +355,7 @@ def _grown(cache: LayerCache, size: int) -> LayerCache:
     def grow(part: jax.Array | Float32) -> jax.Array | Float32:
         return part if part.shape[0] == size else _fit(np.asarray(part), size, 0)
 
-    return LayerCache(grow(cache.latent_SC), None if cache.index_SJ is None else grow(cache.index_SJ))
+    return LayerCache(grow(cache.kv_SC), None if cache.index_SJ is None else grow(cache.index_SJ))
 
 
 def _fit(array: npt.NDArray[Any], size: int, axis: int) -> npt.NDArray[Any]:

@@ -50,7 +50,7 @@ class ReferenceModel:
         routing: options for routing; by default nothing is changed.
         budget_scopes: where the budget acts; TOPK and TOPP act everywhere.
         context_positions: most positions; by default the model's own limit, at most 4096.
-        mla_form: "absorbed" or "expanded" attention.
+        mla_form: "absorbed" or "expanded"; nothing else than MLA reads it.
         expert_residency: "all" keeps every routed expert on the device, "kept" only those of the step.
 
     Raises:
@@ -86,7 +86,7 @@ class ReferenceModel:
             raise OptionError("one budget per MoE layer", where="budget", expected=f"{n_moe} values", got=len(self._routing.budget))
         self._precision: Precision = precision
         self._geometry = Geometry(config.attention, config.indexer, config.rms_eps, mla_form)
-        self._rope = rope_table(self._context, config.attention.rope_dim, config.attention.rope_theta)
+        self._rope = rope_table(self._context, config.attention.rope)
 
         specs = {spec.role: spec for spec in tensor_specs(config) if "." not in spec.role}
         stored = {role: check_stored(params.get(role), spec.shape, role) for role, spec in specs.items()}
@@ -244,7 +244,7 @@ class ReferenceModel:
         Args:
             layer: 0-based.
             hidden_TD: float32 [T, D], the layer's input.
-            cache: rows 0 … start - 1 of latent, rotated key and (full indexer layers) index keys; more rows are ignored.
+            cache: rows 0 … start - 1 of what attention and (full indexer layers) the indexer keep; more rows are ignored.
             start: position of the first row.
             scope: for the budget, where no selection is given.
             attended_TS: bool [T, start + T], positions to attend to instead of the indexer's choice (causality applies in
@@ -257,8 +257,8 @@ class ReferenceModel:
         if hidden_TD.ndim != 2 or hidden_TD.shape[1] != self._config.hidden_size or hidden_TD.dtype != np.float32:
             expected = f"float32 [T, {self._config.hidden_size}]"
             raise ShapeError("hidden state", where=f"layer {layer}", expected=expected, got=f"{hidden_TD.dtype} {list(hidden_TD.shape)}")
-        if cache.latent_SC.shape[0] < start:
-            raise ShapeError("cache too short", where=f"layer {layer}", expected=f">= {start} rows", got=cache.latent_SC.shape[0])
+        if cache.kv_SC.shape[0] < start:
+            raise ShapeError("cache too short", where=f"layer {layer}", expected=f">= {start} rows", got=cache.kv_SC.shape[0])
         self._check_room(start, hidden_TD.shape[0])
         moe_index = sum(self._config.sparse[:layer])
 

@@ -1,7 +1,8 @@
 // Self-test of the engine, without Python: for the sanitizers.
 //
-// engine_selftest [folder]: writes a small random model, runs the same steps on engines that differ in cache, reader, threads
-// and kernels, interrupts some steps and lets reads of others fail; all logits must be equal bit for bit. Exit status 0: they are.
+// engine_selftest [folder]: writes a small random model of either attention, runs the same steps on engines that differ in cache,
+// reader, threads and kernels, interrupts some steps and lets reads of others fail; all logits must be equal bit for bit. Exit
+// status 0: they are.
 #include <unistd.h>
 
 #include <cmath>
@@ -80,13 +81,20 @@ class ModelFile {
     uint64_t at_ = 0;
 };
 
+enum class Kind { mla, gqa };
+
 struct Described {
     ModelSpec model;
     StoreOptions store;
 };
 
-// Four layers, the first dense; the indexer limits attention to 8 positions, layer 2 shares the choice of layer 1.
-Described write_model(const std::string& path) {
+MlaSpec mla_spec() { return {72, 40, 12, 20, 1e-6f}; }
+
+// Every optional part, and half of a head rotated.
+GqaSpec gqa_spec() { return {2, 18, true, QkNorm::head, 2.0f}; }
+
+// Four layers, the first dense. MLA: the indexer limits attention to 8 positions, layer 2 shares the choice of layer 1.
+Described write_model(const std::string& path, Kind kind) {
     Described d;
     ModelSpec& m = d.model;
     m.vocab = kVocab;
@@ -94,14 +102,20 @@ Described write_model(const std::string& path) {
     m.layers = 4;
     m.dense_hidden = 140;
     m.sparse = {false, true, true, true};
-    m.heads = 3;
-    m.q_rank = 72;
-    m.kv_rank = 40;
-    m.nope = 12;
-    m.rope = 6;
-    m.value = 20;
-    m.rms_eps = m.latent_eps = 1e-6f;
-    m.indexer = {16, 24, 8, 1e-6f, {true, true, false, true}};
+    m.rms_eps = 1e-6f;
+    m.attention.scale = 0.235f;
+    if (kind == Kind::mla) {
+        m.attention.kind = mla_spec();
+        m.attention.heads = 3;
+        m.attention.rope.dim = 6;
+        m.indexer = {16, 24, 8, 1e-6f, {true, true, false, true}};
+    } else {
+        m.attention.kind = gqa_spec();
+        m.attention.heads = 6;
+        m.attention.rope.dim = 8;
+        m.attention.rope.interleaved = false;
+        m.attention.rope.yarn = {4.0, 16.0, 32.0, 1.0, true};
+    }
     m.experts = kExperts;
     m.expert_hidden = 100;
     m.shared_hidden = 60;
@@ -121,15 +135,27 @@ Described write_model(const std::string& path) {
         const std::string p = "layers." + std::to_string(layer) + ".";
         floats(p + "attn_norm", 1, kWidth, 1, 0.1f);
         floats(p + "mlp_norm", 1, kWidth, 1, 0.1f);
-        quantised(p + "attn.q_a", m.q_rank, kWidth, 4, true);
-        floats(p + "attn.q_a_norm", 1, m.q_rank, 1, 0.1f);
-        quantised(p + "attn.q_b", m.heads * (m.nope + m.rope), m.q_rank, 4, false);
-        quantised(p + "attn.kv_a", m.kv_rank + m.rope, kWidth, 8, false);
-        floats(p + "attn.kv_a_norm", 1, m.kv_rank, 1, 0.1f);
-        quantised(p + "attn.kv_b", m.heads * (m.nope + m.value), m.kv_rank, 4, false);
-        quantised(p + "attn.o", kWidth, m.heads * m.value, 4, true);
-        if (m.indexer.full[layer]) {
-            quantised(p + "indexer.wq_b", m.indexer.heads * m.indexer.dim, m.q_rank, 8, false);
+        quantised(p + "attn.o", kWidth, m.attention.mixed_width(), 4, true);
+        if (kind == Kind::mla) {
+            const MlaSpec& mla = m.attention.mla();
+            const int64_t heads = m.attention.heads, rope = m.attention.rope.dim;
+            quantised(p + "attn.q_a", mla.q_rank, kWidth, 4, true);
+            floats(p + "attn.q_a_norm", 1, mla.q_rank, 1, 0.1f);
+            quantised(p + "attn.q_b", heads * (mla.nope + rope), mla.q_rank, 4, false);
+            quantised(p + "attn.kv_a", mla.kv_rank + rope, kWidth, 8, false);
+            floats(p + "attn.kv_a_norm", 1, mla.kv_rank, 1, 0.1f);
+            quantised(p + "attn.kv_b", heads * (mla.nope + mla.value), mla.kv_rank, 4, false);
+        } else {
+            const GqaSpec& gqa = m.attention.gqa();
+            for (const auto& [name, heads] : {std::pair{"q", m.attention.heads}, {"k", gqa.kv_heads}, {"v", gqa.kv_heads}}) {
+                quantised(p + "attn." + name, heads * gqa.head_dim, kWidth, 4, name[0] == 'k');
+                floats(p + "attn." + name + "_bias", 1, heads * gqa.head_dim, 0, 0.1f);
+            }
+            floats(p + "attn.q_norm", 1, gqa.head_dim, 1, 0.1f);
+            floats(p + "attn.k_norm", 1, gqa.head_dim, 1, 0.1f);
+        }
+        if (m.indexer.heads && m.indexer.full[layer]) {
+            quantised(p + "indexer.wq_b", m.indexer.heads * m.indexer.dim, m.attention.mla().q_rank, 8, false);
             quantised(p + "indexer.wk", m.indexer.dim, kWidth, 8, false);
             floats(p + "indexer.k_norm_weight", 1, m.indexer.dim, 1, 0.1f);
             floats(p + "indexer.k_norm_bias", 1, m.indexer.dim, 0, 0.1f);
@@ -226,9 +252,9 @@ std::vector<float> run(const Described& d, const EngineOptions& options, bool di
     return all;
 }
 
-int check(const std::string& folder) {
+int check(const std::string& folder, Kind kind) {
     const std::string path = folder + "/model.bin";
-    const Described d = write_model(path);
+    const Described d = write_model(path, kind);
     const std::vector<float> expected = run(d, options_for(d, kExperts, 1, false, "scalar"), false, false);
     int wrong = expected.empty();
     for (const std::string& isa : available_isas())
@@ -245,8 +271,8 @@ int check(const std::string& folder) {
                 const std::vector<float> found = run(d, options, disturb, disturb);
                 const bool equal =
                     found.size() == expected.size() && !std::memcmp(found.data(), expected.data(), found.size() * sizeof(float));
-                std::printf("%-12s cache %d%s: %s\n", isa.c_str(), static_cast<int>(cache), disturb ? ", disturbed" : "",
-                            equal ? "equal" : "NOT equal");
+                std::printf("%s %-12s cache %d%s: %s\n", kind == Kind::mla ? "MLA" : "GQA", isa.c_str(), static_cast<int>(cache),
+                            disturb ? ", disturbed" : "", equal ? "equal" : "NOT equal");
                 wrong += !equal;
             }
     // A checker that could not see a difference would be worth nothing.
@@ -266,7 +292,7 @@ int check(const std::string& folder) {
 int main(int argc, char** argv) {
     std::string folder = argc > 1 ? argv[1] : (std::filesystem::temp_directory_path() / "engine_selftest.XXXXXX").string();
     if (argc <= 1 && !::mkdtemp(folder.data())) return 2;
-    const int wrong = colibri::check(folder);
+    const int wrong = colibri::check(folder, colibri::Kind::mla) + colibri::check(folder, colibri::Kind::gqa);
     if (argc <= 1) ::rmdir(folder.c_str());
     std::printf("%d wrong\n", wrong);
     return wrong != 0;

@@ -10,12 +10,59 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "colibri/expert_store.h"
 #include "colibri/routing.h"
 
 namespace colibri {
+
+// Frequencies stretched beyond the context of training, YaRN §3.
+struct YarnSpec {
+    double factor = 0;  // 0: plain frequencies
+    double original_positions = 0, beta_fast = 0, beta_slow = 0;
+    bool truncate = true;
+};
+
+struct RopeSpec {
+    int64_t dim = 0;  // elements that rotate; even
+    double theta = 10000.0;
+    bool interleaved = true;  // pairs (2i, 2i + 1); else (i, i + dim / 2)
+    YarnSpec yarn;
+    double attention_factor = 1.0;  // on cos and sin
+};
+
+// Multi-head latent attention.
+struct MlaSpec {
+    int64_t q_rank = 0, kv_rank = 0, nope = 0, value = 0;
+    float latent_eps = 0;
+};
+
+enum class QkNorm { none, head, width };
+
+// Grouped-query attention; the order of its parts is that of colibri_jax.config.GQAConfig.
+struct GqaSpec {
+    int64_t kv_heads = 0, head_dim = 0;
+    bool qkv_bias = false;
+    QkNorm qk_norm = QkNorm::none;
+    float clip = 0;  // 0: none
+};
+
+struct AttentionSpec {
+    std::variant<MlaSpec, GqaSpec> kind;
+    int64_t heads = 0;
+    float scale = 0;  // on the scores
+    RopeSpec rope;
+
+    const MlaSpec& mla() const { return std::get<MlaSpec>(kind); }
+    const GqaSpec& gqa() const { return std::get<GqaSpec>(kind); }
+    bool is_mla() const { return std::holds_alternative<MlaSpec>(kind); }
+    // Of the KV cache per position: latent and rotated key, or rotated keys and values.
+    int64_t cache_width() const { return is_mla() ? mla().kv_rank + rope.dim : 2 * gqa().kv_heads * gqa().head_dim; }
+    // Of all heads' mixes, the output projection's input.
+    int64_t mixed_width() const { return heads * (is_mla() ? mla().value : gqa().head_dim); }
+};
 
 struct IndexerSpec {
     int64_t heads = 0;  // 0: attention is dense
@@ -29,10 +76,9 @@ struct IndexerSpec {
 struct ModelSpec {
     int64_t vocab = 0, width = 0, layers = 0, dense_hidden = 0;
     std::vector<bool> sparse;  // per layer
-    int64_t heads = 0, q_rank = 0, kv_rank = 0, nope = 0, rope = 0, value = 0;
-    double rope_theta = 10000.0;
-    float rms_eps = 0, latent_eps = 0;
-    IndexerSpec indexer;
+    float rms_eps = 0;
+    AttentionSpec attention;
+    IndexerSpec indexer;  // only with MLA
     int64_t experts = 0, expert_hidden = 0, shared_hidden = 0;
     RouterSpec router;  // bias empty: it is a tensor of each layer
     bool tied = false;
@@ -111,7 +157,7 @@ class Engine {
 
     void set_trace(bool on);
     const Trace& trace() const;
-    std::vector<float> kv_cache(int64_t layer) const;    // [position][kv_rank + rope]
+    std::vector<float> kv_cache(int64_t layer) const;    // [position][cache_width]
     std::vector<float> index_keys(int64_t layer) const;  // [position][indexer dim]; empty where the layer shares
 
     std::string isa() const;

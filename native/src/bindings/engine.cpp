@@ -34,6 +34,44 @@ StoredMatrix matrix_from(const py::handle& object) {
             t[4].cast<bool>(),    extent_from(t[5]),    extent_from(t[6])};
 }
 
+RopeSpec rope_from(const py::dict& d) {
+    RopeSpec spec;
+    spec.dim = get<int64_t>(d, "dim");
+    spec.theta = get<double>(d, "theta");
+    spec.interleaved = get<bool>(d, "interleaved");
+    spec.attention_factor = get<double>(d, "attention_factor");
+    if (!d["yarn"].is_none()) {
+        const py::dict yarn = d["yarn"];
+        spec.yarn.factor = get<double>(yarn, "factor");
+        spec.yarn.original_positions = get<double>(yarn, "original_positions");
+        spec.yarn.beta_fast = get<double>(yarn, "beta_fast");
+        spec.yarn.beta_slow = get<double>(yarn, "beta_slow");
+        spec.yarn.truncate = get<bool>(yarn, "truncate");
+    }
+    return spec;
+}
+
+AttentionSpec attention_from(const py::dict& d) {
+    AttentionSpec spec;
+    spec.heads = get<int64_t>(d, "heads");
+    spec.scale = get<float>(d, "scale");
+    spec.rope = rope_from(d["rope"]);
+    if (get<std::string>(d, "kind") == "mla") {
+        spec.kind = MlaSpec{get<int64_t>(d, "q_rank"), get<int64_t>(d, "kv_rank"), get<int64_t>(d, "nope"),
+                            get<int64_t>(d, "value"), get<float>(d, "latent_eps")};
+    } else {
+        GqaSpec gqa;
+        gqa.kv_heads = get<int64_t>(d, "kv_heads");
+        gqa.head_dim = get<int64_t>(d, "head_dim");
+        gqa.qkv_bias = get<bool>(d, "qkv_bias");
+        const auto norm = get<std::string>(d, "qk_norm");
+        gqa.qk_norm = norm == "head" ? QkNorm::head : norm == "width" ? QkNorm::width : QkNorm::none;
+        gqa.clip = get<float>(d, "clip");
+        spec.kind = gqa;
+    }
+    return spec;
+}
+
 IndexerSpec indexer_from(const py::dict& d) {
     IndexerSpec spec;
     spec.heads = get<int64_t>(d, "heads");
@@ -62,15 +100,8 @@ ModelSpec model_from(const py::dict& d) {
     m.layers = get<int64_t>(d, "layers");
     m.dense_hidden = get<int64_t>(d, "dense_hidden");
     m.sparse = get<std::vector<bool>>(d, "sparse");
-    m.heads = get<int64_t>(d, "heads");
-    m.q_rank = get<int64_t>(d, "q_rank");
-    m.kv_rank = get<int64_t>(d, "kv_rank");
-    m.nope = get<int64_t>(d, "nope");
-    m.rope = get<int64_t>(d, "rope");
-    m.value = get<int64_t>(d, "value");
-    m.rope_theta = get<double>(d, "rope_theta");
     m.rms_eps = get<float>(d, "rms_eps");
-    m.latent_eps = get<float>(d, "latent_eps");
+    m.attention = attention_from(d["attention"]);
     if (!d["indexer"].is_none()) m.indexer = indexer_from(d["indexer"]);
     m.experts = get<int64_t>(d, "experts");
     m.expert_hidden = get<int64_t>(d, "expert_hidden");
@@ -162,7 +193,7 @@ class PyEngine {
         vocab_ = spec.vocab;
         width_ = spec.width;
         experts_ = spec.experts;
-        cache_width_ = spec.kv_rank + spec.rope;
+        cache_width_ = spec.attention.cache_width();
         index_dim_ = spec.indexer.dim;
         EngineOptions engine_options = options_from(options);
         const py::gil_scoped_release release;

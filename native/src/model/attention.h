@@ -1,57 +1,22 @@
-// Multi-head latent attention in its absorbed form, and the indexer that limits it; reference/attention.py and sparse_index.py.
+// The attention half of a layer, in its two kinds: latent (MLA) and grouped-query (GQA); reference/attention.py.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "colibri/engine.h"
+#include "indexer.h"
 #include "matrix.h"
+#include "rope.h"
 
 namespace colibri {
 
-// cos and sin of position * theta^(-2i / dim), in float64, rounded once. Interleaved pairs in, halves out.
-class Rope {
-  public:
-    Rope(double theta, int64_t dim, int64_t positions);
-    // Rotates the `dim` values at x for one position; `scratch` holds dim floats.
-    void rotate(int64_t position, float* x, float* scratch) const;
-    static int64_t memory_bytes(int64_t dim, int64_t positions) { return positions * dim * 4; }
-
-  private:
-    int64_t half_;
-    Buffer<float> cos_, sin_;
-};
-
-// For each position of a step, the positions that it attends to; an empty list means all up to itself.
-using Attended = std::vector<std::vector<int32_t>>;
-
-struct AttentionScratch;
-
-// The DSA indexer of one full layer, with its key cache.
-class Indexer {
-  public:
-    Indexer(const ModelSpec& model, int64_t layer, int64_t context, const std::vector<std::string>& files);
-    // Appends the keys of the step's normed inputs and, where a position has more than top-k candidates, chooses among them.
-    void step(Products& products, const Rope& rope, AttentionScratch& scratch, int64_t n, int64_t start);
-    const Buffer<float>& keys() const { return keys_; }
-    int64_t dim() const { return spec_.dim; }
-
-  private:
-    struct Candidates;
-    void choose(const Kernels& kernels, const float* query, const float* head_weights, Candidates& candidates,
-                std::vector<int32_t>& chosen) const;
-
-    IndexerSpec spec_;
-    int64_t width_, q_rank_, rope_dim_;
-    Weights wq_b_, wk_, k_norm_weight_, k_norm_bias_, weights_proj_;
-    Buffer<float> keys_;  // [context][dim]
-};
-
-// Working memory of attention that all layers share.
+// Working memory of attention that all layers share. MLA uses all of it, GQA what its kind has.
 struct AttentionScratch {
     Activations input, q_latent_input, output_input;
-    Buffer<float> normed, q_latent, queries, kv, attended_values;
+    Buffer<float> normed, q_latent, queries, kv, mixed;
     Buffer<float> index_queries, index_weights, index_row;
     struct PerThread {
         Buffer<float> head_weights;  // one head of kv_b, dequantised
@@ -61,26 +26,83 @@ struct AttentionScratch {
     Attended attended;  // the choice of the last full layer of this step
 };
 
+// Input norm, a kind's projections and mix, output projection and residual. Every position is computed as if it were alone.
 class Attention {
   public:
-    Attention(const ModelSpec& model, int64_t layer, int64_t context, const std::vector<std::string>& files);
+    static std::unique_ptr<Attention> make(const ModelSpec& model, int64_t layer, int64_t context,
+                                           const std::vector<std::string>& files);
+    virtual ~Attention() = default;
+    Attention(const Attention&) = delete;
+    Attention& operator=(const Attention&) = delete;
+
     // hidden [n][width] += attention(norm(hidden)); positions start … start + n - 1 enter the cache.
     void step(Products& products, const Rope& rope, AttentionScratch& scratch, float* hidden, int64_t n, int64_t start);
     const Buffer<float>& cache() const { return cache_; }
-    const Indexer* indexer() const { return indexer_.get(); }
-    static int64_t scratch_floats_per_position(const ModelSpec& model);
+    virtual const Indexer* indexer() const { return nullptr; }
 
-  private:
-    void project(Products& products, const Rope& rope, AttentionScratch& scratch, const float* hidden, int64_t n, int64_t start);
-    void attend_head(const Kernels& kernels, AttentionScratch& scratch, AttentionScratch::PerThread& mine, int64_t head, int64_t n,
-                     int64_t start) const;
+    // float32 values of the scratch: per position of a step, and per thread whatever the step.
+    static int64_t scratch_floats_per_position(const ModelSpec& model);
+    static int64_t scratch_floats_per_thread(const ModelSpec& model, int64_t context);
+
+  protected:
+    Attention(const ModelSpec& model, int64_t layer, int64_t context, const std::vector<std::string>& files);
+
+    // From scratch.normed (also scratch.input) to rotated queries and new rows of the cache.
+    virtual void project(Products& products, const Rope& rope, AttentionScratch& scratch, int64_t n, int64_t start) = 0;
+    // From queries and cache to scratch.mixed [n][mixed_width].
+    virtual void mix(Products& products, AttentionScratch& scratch, int64_t n, int64_t start) const = 0;
+
+    Weights load(const char* name, Resident form, const std::vector<std::string>& files) const;
 
     const ModelSpec& model_;
-    int64_t qk_, cache_width_;
-    float scale_;
-    Weights norm_, q_a_, q_a_norm_, q_b_, kv_a_, kv_a_norm_, kv_b_, o_;
+    const AttentionSpec& spec_;
+    int64_t layer_, cache_width_;
+    Weights norm_, o_;
+    Buffer<float> cache_;  // [context][cache_width]
+};
+
+// Latent attention, absorbed: the cache keeps latents and is never expanded. An indexer may limit it.
+class MlaAttention : public Attention {
+  public:
+    MlaAttention(const ModelSpec& model, int64_t layer, int64_t context, const std::vector<std::string>& files);
+    const Indexer* indexer() const override { return indexer_.get(); }
+
+  protected:
+    void project(Products& products, const Rope& rope, AttentionScratch& scratch, int64_t n, int64_t start) override;
+    void mix(Products& products, AttentionScratch& scratch, int64_t n, int64_t start) const override;
+
+  private:
+    void mix_head(const Kernels& kernels, AttentionScratch& scratch, AttentionScratch::PerThread& mine, int64_t head, int64_t n,
+                  int64_t start) const;
+
+    const MlaSpec& mla_;
+    int64_t qk_;
+    Weights q_a_, q_a_norm_, q_b_, kv_a_, kv_a_norm_, kv_b_;
     std::unique_ptr<Indexer> indexer_;
-    Buffer<float> cache_;  // [context][kv_rank + rope]: latent, rotated key
+};
+
+// Grouped-query attention: query head h reads key head h / (heads / kv_heads).
+class GqaAttention : public Attention {
+  public:
+    GqaAttention(const ModelSpec& model, int64_t layer, int64_t context, const std::vector<std::string>& files);
+
+  protected:
+    void project(Products& products, const Rope& rope, AttentionScratch& scratch, int64_t n, int64_t start) override;
+    void mix(Products& products, AttentionScratch& scratch, int64_t n, int64_t start) const override;
+
+  private:
+    // One of q, k, v: its product and what happens to it before rope.
+    struct Projection {
+        Weights matrix, bias, norm;
+    };
+    void finish(const Kernels& kernels, const Projection& part, int64_t heads, float* x) const;
+    // Query heads [begin, end), which all read key head `kv_head`.
+    void mix_heads(const Kernels& kernels, AttentionScratch& scratch, Buffer<float>& scores, int64_t kv_head, int64_t begin,
+                   int64_t end, int64_t n, int64_t start) const;
+
+    const GqaSpec& gqa_;
+    int64_t group_;  // query heads per key head
+    Projection q_, k_, v_;
 };
 
 }  // namespace colibri

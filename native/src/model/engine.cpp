@@ -44,7 +44,7 @@ struct Engine::Impl {
     Products products;
     Rope rope;
     Weights embed, final_norm, head;
-    std::vector<Attention> attention;
+    std::vector<std::unique_ptr<Attention>> attention;
     std::vector<FeedForward> feed_forward;
     std::unique_ptr<ExpertStore> store;
     AttentionScratch attention_scratch;
@@ -64,7 +64,7 @@ struct Engine::Impl {
           options(std::move(o)),
           pool(options.threads),
           products(kernels_for(options.isa), pool, options.quantised_activations),
-          rope(model.rope_theta, model.rope, options.context) {
+          rope(model.attention.rope, options.context) {
         const std::vector<std::string>& files = options.store.files;
         const auto load = [&](const std::string& role) {
             return Weights(role, model.tensors.at(role), resident_form(role), files);
@@ -76,7 +76,7 @@ struct Engine::Impl {
         attention.reserve(model.layers);
         feed_forward.reserve(model.layers);
         for (int64_t layer = 0; layer < model.layers; ++layer) {
-            attention.emplace_back(model, layer, options.context, files);
+            attention.push_back(Attention::make(model, layer, options.context, files));
             feed_forward.emplace_back(model, layer, model.sparse[layer] ? moe_layers++ : -1, files);
         }
         if (moe_layers) store = std::make_unique<ExpertStore>(options.store);
@@ -140,7 +140,7 @@ struct Engine::Impl {
     void run_layer(MoEContext& context, int64_t layer, int64_t n, bool budget_acts) {
         {
             const PhaseClock::Scope timed(clock, Phase::attention);
-            attention[layer].step(products, rope, attention_scratch, hidden.data(), n, position);
+            attention[layer]->step(products, rope, attention_scratch, hidden.data(), n, position);
         }
         if (tracing) {
             trace.attended.push_back(attention_scratch.attended);
@@ -190,7 +190,7 @@ MemoryPlan Engine::memory_plan(const ModelSpec& m, const EngineOptions& o) {
     for (const auto& [role, stored] : m.tensors) plan.dense_bytes += Weights::memory_bytes(stored, resident_form(role));
     if (m.tied) plan.dense_bytes += Weights::memory_bytes(m.tensors.at("embed"), Resident::rows16);
     for (int64_t layer = 0; layer < m.layers; ++layer) {
-        plan.kv_cache_bytes += o.context * (m.kv_rank + m.rope) * 4;
+        plan.kv_cache_bytes += o.context * m.attention.cache_width() * 4;
         if (m.indexer.heads && m.indexer.full[layer]) plan.kv_cache_bytes += o.context * m.indexer.dim * 4;
     }
     const bool has_experts = std::find(m.sparse.begin(), m.sparse.end(), true) != m.sparse.end();
@@ -200,10 +200,12 @@ MemoryPlan Engine::memory_plan(const ModelSpec& m, const EngineOptions& o) {
     const int64_t moe_layers = std::count(m.sparse.begin(), m.sparse.end(), true);
     // Ids and weights of every selection, here and in Python.
     plan.step_bytes_per_position = floats * 4 + floats * (16 + 8) / 16 + 2 * moe_layers * m.router.top_k * 8;
-    const int64_t widest = std::max({m.width, m.dense_hidden, m.q_rank, m.heads * m.value, m.expert_hidden, m.shared_hidden});
-    const int64_t attending = (m.nope + m.value) * m.kv_rank + o.context + 2 * (m.kv_rank + m.rope);
-    const int64_t choosing = m.indexer.heads ? 2 * o.context + widest : 0;
-    plan.fixed_bytes = Rope::memory_bytes(m.rope, o.context) + o.threads * (attending + choosing) * 4 +
+    // With float32 activations every thread dequantises one row block at a time.
+    int64_t widest = has_experts ? std::max(m.width, m.expert_hidden) : m.width;
+    for (const auto& [role, stored] : m.tensors)
+        if (resident_form(role) == Resident::rows16) widest = std::max(widest, stored.cols);
+    plan.fixed_bytes = Rope::memory_bytes(m.attention.rope, o.context) +
+                       o.threads * Attention::scratch_floats_per_thread(m, o.context) * 4 +
                        (o.quantised_activations ? 0 : o.threads * kRowBlock * widest * 4);
     return plan;
 }
@@ -246,12 +248,12 @@ std::string Engine::isa() const { return impl_->products.kernels().name; }
 const ExpertStore* Engine::store() const { return impl_->store.get(); }
 
 std::vector<float> Engine::kv_cache(int64_t layer) const {
-    const float* rows = impl_->attention.at(layer).cache().data();
-    return {rows, rows + impl_->position * (impl_->model.kv_rank + impl_->model.rope)};
+    const float* rows = impl_->attention.at(layer)->cache().data();
+    return {rows, rows + impl_->position * impl_->model.attention.cache_width()};
 }
 
 std::vector<float> Engine::index_keys(int64_t layer) const {
-    const Indexer* indexer = impl_->attention.at(layer).indexer();
+    const Indexer* indexer = impl_->attention.at(layer)->indexer();
     if (!indexer) return {};
     const float* rows = indexer->keys().data();
     return {rows, rows + impl_->position * indexer->dim()};

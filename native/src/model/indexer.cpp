@@ -1,4 +1,5 @@
 // The DSA indexer: score_TS = sum_I w_TI * relu(q_TIJ . k_SJ * J^-1/2); the top-k positions stay, ties to the lowest.
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -10,7 +11,11 @@
 namespace colibri {
 
 Indexer::Indexer(const ModelSpec& model, int64_t layer, int64_t context, const std::vector<std::string>& files)
-    : spec_(model.indexer), width_(model.width), q_rank_(model.q_rank), rope_dim_(model.rope), keys_(context * model.indexer.dim) {
+    : spec_(model.indexer),
+      width_(model.width),
+      q_rank_(model.attention.mla().q_rank),
+      rope_dim_(model.attention.rope.dim),
+      keys_(context * model.indexer.dim) {
     const auto load = [&](const char* name, Resident form) {
         const std::string role = "layers." + std::to_string(layer) + ".indexer." + name;
         return Weights(role, model.tensors.at(role), form, files);

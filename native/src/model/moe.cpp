@@ -38,7 +38,7 @@ FeedForward::FeedForward(const ModelSpec& model, int64_t layer, int64_t moe_inde
     }
     if (!sparse()) return;
     router_ = load("router.weight", Resident::f32);
-    if (model.router.score == Score::sigmoid) {
+    if (model.tensors.contains("layers." + std::to_string(layer) + ".router.bias")) {
         const Weights bias = load("router.bias", Resident::f32);
         router_spec_.bias.assign(bias.f32(), bias.f32() + model.experts);
     }
