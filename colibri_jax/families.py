@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 
 from colibri_jax.errors import ConfigError, UnsupportedFamilyError
 from colibri_jax.layer_spec import (
+    MOST_LAYERS,
     AttentionConfig,
     GQAConfig,
     IndexerConfig,
@@ -55,6 +56,8 @@ def read_config(config: Mapping[str, Any]) -> ModelFields:
     if family not in _READERS:
         raise UnsupportedFamilyError("unknown model family", where="config.json: model_type", expected=", ".join(FAMILIES), got=family)
     keys = _Keys(config)
+    if keys.int("num_hidden_layers") > MOST_LAYERS:
+        raise ConfigError("more layers than any model has", where="config.json: num_hidden_layers", expected=f"<= {MOST_LAYERS}")
     keys.only("hidden_act", "silu")
     return _READERS[family](keys)
 

@@ -260,7 +260,9 @@ class MoEConfig:
     def __post_init__(self) -> None:
         positive("n_routed_experts", self.n_experts)
         if self.n_experts > MOST_EXPERTS:
-            raise ConfigError("more experts than any model has", where="n_routed_experts", expected=f"<= {MOST_EXPERTS}", got=self.n_experts)
+            raise ConfigError(
+                "more experts than any model has", where="n_routed_experts", expected=f"<= {MOST_EXPERTS}", got=self.n_experts
+            )
         positive("moe_intermediate_size", self.expert_hidden)
         if self.n_shared < 0:
             raise ConfigError("negative count", where="n_shared_experts", expected="0 or more", got=self.n_shared)

@@ -396,3 +396,11 @@ def test_inspect_prints_lines_or_json(container: dict[str, Any], tmp_path: Path)
     assert container["describe"] == (tmp_path, {"ram_bytes": 2_000_000_000, "group_size": None})
     assert json.loads(call("inspect", "--json", SNAP=str(tmp_path)).stdout) == {"path": "there", "expert_bytes": 12}
     assert container["describe"][1]["ram_bytes"] > 0
+
+
+@pytest.mark.parametrize("amount", ["nan", "inf", "1e30", "0", "-1", "much"])
+@pytest.mark.parametrize("arguments", [("generate", "--ram-gb"), ("inspect", "--ram-gb"), ("convert", "a", "b", "--shard-gb")])
+def test_an_amount_of_bytes_is_finite_and_positive(arguments: tuple[str, ...], amount: str) -> None:
+    result = call(*arguments, amount)
+    assert result.exit_code == 2
+    assert "Invalid value" in result.stderr

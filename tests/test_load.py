@@ -14,8 +14,9 @@ from engine_models import EVEN, bits, random_tokens
 
 import colibri_jax
 from colibri_jax import RoutingOptions, errors
+from colibri_jax.container.inspect import describe
+from colibri_jax.container.reader import is_container
 from colibri_jax.engine.session import NativeModel
-from colibri_jax.load import is_container
 from colibri_jax.reference.model import ReferenceModel
 from colibri_jax.routing_spec import SCOPES
 
@@ -113,3 +114,33 @@ def test_containers_and_checkpoints_are_told_apart(directories: tuple[Path, Path
     assert not is_container(tmp_path)
     (tmp_path / "out-00000.safetensors.part").touch()
     assert is_container(tmp_path)
+
+
+@pytest.mark.parametrize("budget", ["4", 4.0, True, None, (2, True)])
+def test_a_budget_is_a_whole_number(budget: Any) -> None:
+    with pytest.raises(errors.OptionError, match="whole number"):
+        RoutingOptions(budget=budget)
+
+
+def test_counts_of_any_integer_type_become_python_ints() -> None:
+    options = RoutingOptions(budget=np.array([3, 4]), expert_topk=np.int64(2))  # type: ignore[arg-type]
+    assert (options.budget, options.expert_topk) == ((3, 4), 2)
+    assert all(type(n) is int for n in (*options.budget, options.expert_topk))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("field", ["cache_experts", "ram_bytes", "threads", "context_positions"])
+def test_sizes_of_the_engine_are_whole_numbers(field: str, directories: tuple[Path, Path]) -> None:
+    with pytest.raises(errors.OptionError, match=field):
+        colibri_jax.load(directories[0], **{field: 1.5e9})  # type: ignore[arg-type]
+
+
+def test_statistics_cannot_be_changed_from_outside(directories: tuple[Path, Path]) -> None:
+    model = colibri_jax.load(directories[0], cache_experts=2, budget_scopes="decode")  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        model.stats.scopes.clear()  # type: ignore[attr-defined]
+    assert model.budget_scopes == {"decode"}
+
+
+def test_a_checkpoint_is_not_described_as_a_container(directories: tuple[Path, Path]) -> None:
+    with pytest.raises(errors.MissingFileError, match="colibri-jax convert"):
+        describe(directories[1])
