@@ -35,7 +35,7 @@ MAX_SCALING_FACTOR = 2.0**10
 MAX_SOFTMAX_EXPERTS = 2**13 - 1
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class RouterSpec:
     """A model's router, apart from its weight matrix.
 
@@ -118,7 +118,7 @@ class RouterSpec:
             raise ConfigError("kept groups hold too few experts", where="top_k", expected=f"<= {eligible}", got=self.top_k)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class RoutingOptions:
     """What the caller changes about a model's routing. All defaults together change nothing.
 

@@ -13,7 +13,7 @@ import pytest
 from engine_models import EVEN, bits, random_tokens
 
 import colibri_jax
-from colibri_jax import RoutingOptions, errors
+from colibri_jax import RouterSpec, RoutingOptions, errors
 from colibri_jax.container.inspect import describe
 from colibri_jax.container.reader import is_container
 from colibri_jax.engine.session import NativeModel
@@ -144,3 +144,9 @@ def test_statistics_cannot_be_changed_from_outside(directories: tuple[Path, Path
 def test_a_checkpoint_is_not_described_as_a_container(directories: tuple[Path, Path]) -> None:
     with pytest.raises(errors.MissingFileError, match="colibri-jax convert"):
         describe(directories[1])
+
+
+def test_router_and_options_take_their_first_fields_by_position() -> None:
+    router, options = RouterSpec("softmax", 2), RoutingOptions(1, 0.5, 3)
+    assert (router.score, router.top_k) == ("softmax", 2)
+    assert (options.expert_topk, options.expert_topp, options.budget) == (1, 0.5, 3)
