@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from colibri_jax.errors import ConfigError
+from colibri_jax.errors import ConfigError, OptionError
 from colibri_jax.families import FAMILIES, read_config
 from colibri_jax.layer_spec import (
     INDEXER_NORM_EPS,
@@ -27,6 +27,7 @@ from colibri_jax.layer_spec import (
     YarnConfig,
     positive,
 )
+from colibri_jax.routing_spec import whole_number
 
 __all__ = [
     "FAMILIES",
@@ -44,6 +45,10 @@ __all__ = [
     "RopeLayout",
     "YarnConfig",
 ]
+
+
+# Where no context is asked for: enough for a conversation, small enough for the KV cache of the largest models.
+DEFAULT_CONTEXT_POSITIONS = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +90,19 @@ class ModelConfig:
                     expected=f">= {self.attention.rope_dim}",
                     got=self.indexer.head_dim,
                 )
+
+    def resolve_context(self, asked: int | None) -> int:
+        """Positions of a KV cache: as many as asked for; by default the model's own limit, at most 4096.
+
+        Raises:
+            OptionError: not a whole number, less than 1, or more than the model can compute.
+        """
+        if asked is None:
+            return min(self.max_positions, DEFAULT_CONTEXT_POSITIONS)
+        asked = whole_number(asked, "context_positions")
+        if not 1 <= asked <= self.max_positions:
+            raise OptionError("context out of range", where="context_positions", expected=f"1 to {self.max_positions}", got=asked)
+        return asked
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from colibri_jax.container.plan import target_format
 from colibri_jax.container.reader import Container, is_container
 from colibri_jax.container.source import SourceCheckpoint
 from colibri_jax.errors import OptionError
-from colibri_jax.quant import Float32Array, QuantizedMatrix, quantize_int4, quantize_int8
-from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope
+from colibri_jax.quant import DEFAULT_GROUP_SIZE, Float32Array, QuantizedMatrix, quantize
+from colibri_jax.routing_spec import RoutingOptions, Scope, check_scopes
 from colibri_jax.tensors import TensorSpec, tensor_specs
 
 if TYPE_CHECKING:
@@ -57,9 +58,7 @@ def load(
         ContainerError: the directory is not a usable container or checkpoint.
         MemoryBudgetError: the bound is too small.
     """
-    scopes: frozenset[Scope] = frozenset([budget_scopes] if isinstance(budget_scopes, str) else budget_scopes)  # type: ignore[list-item]
-    for scope in scopes - frozenset(SCOPES):
-        raise OptionError("unknown scope", where="budget_scopes", expected=", ".join(SCOPES), got=scope)
+    scopes = check_scopes(budget_scopes)
     routing = routing or RoutingOptions()
     source = Path(path)
     native_only = {"cache_experts": cache_experts, "ram_bytes": ram_bytes, "threads": threads, "io": io, "isa": isa or None}
@@ -94,7 +93,6 @@ def _load_native(
 
     if precision == "full":
         raise OptionError("the native engine computes with quantised weights", where="precision", expected="w4a8 or w4a32", got=precision)
-    _check_budgets(routing, len(container.config.moe_layers))
     return NativeModel(container, EngineOptions(precision=precision, **options), routing=routing, budget_scopes=scopes)
 
 
@@ -118,15 +116,7 @@ def _load_reference(
         config, precision = checkpoint.config, precision or "full"
         specs = {spec.role: spec for spec in tensor_specs(config)}
         params = _Lazy(checkpoint if precision == "full" else _Quantising(checkpoint, specs), list(specs))
-    _check_budgets(routing, len(config.moe_layers))
     return ReferenceModel(config, params, precision=precision, routing=routing, budget_scopes=scopes, context_positions=context_positions)
-
-
-def quantize_role(spec: TensorSpec, values: Float32Array) -> Float32Array | QuantizedMatrix:
-    """A tensor in the storage that its role has in a container of ours."""
-    if spec.storage == "f32":
-        return values
-    return quantize_int4(values) if spec.storage.startswith("int4") else quantize_int8(values)
 
 
 class _Quantising:
@@ -136,7 +126,8 @@ class _Quantising:
         self._checkpoint, self._specs = checkpoint, specs
 
     def read(self, role: str) -> Float32Array | QuantizedMatrix:
-        return quantize_role(self._specs[role], self._checkpoint.read(role))
+        values, fmt = self._checkpoint.read(role), target_format(self._specs[role].storage, "row_major", DEFAULT_GROUP_SIZE)
+        return values if fmt.bits == 32 else quantize(values, fmt)
 
 
 class _Lazy(Mapping[str, Float32Array | QuantizedMatrix]):
@@ -158,8 +149,3 @@ class _Lazy(Mapping[str, Float32Array | QuantizedMatrix]):
 
     def __len__(self) -> int:
         return len(self._roles)
-
-
-def _check_budgets(routing: RoutingOptions, moe_layers: int) -> None:
-    if isinstance(routing.budget, tuple) and len(routing.budget) != moe_layers:
-        raise OptionError("one budget per MoE layer", where="budget", expected=f"{moe_layers} values", got=len(routing.budget))

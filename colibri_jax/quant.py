@@ -154,6 +154,11 @@ def quantize_int8(weights: Float32Array) -> QuantizedMatrix:
     return _quantize(weights, 0, 8, INT8_MAX, -INT8_MAX)
 
 
+def quantize(weights: Float32Array, fmt: WeightFormat) -> QuantizedMatrix:
+    """int4 or int8 with the scales that a format has; `fmt.bits` is not 32."""
+    return quantize_int4(weights, fmt.group_size) if fmt.bits == 4 else quantize_int8(weights)
+
+
 def pack(matrix: QuantizedMatrix, layout: Layout) -> tuple[ByteArray, Float32Array | None]:
     """Bytes of a matrix in a layout, and the separate scale tensor where the layout has one (flat, row-major)."""
     if layout == "rows16":

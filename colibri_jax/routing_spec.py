@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Collection
-from typing import Literal, get_args
+from collections.abc import Collection, Iterable
+from typing import Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -184,6 +184,15 @@ class RoutingOptions:
             raise OptionError("one budget per MoE layer", where="budget", expected=f"more than {moe_index} values", got=len(self.budget))
         return dataclasses.replace(self, budget=self.budget[moe_index])
 
+    def check_layers(self, moe_layers: int) -> None:
+        """Check a list of budgets against the model's number of MoE layers.
+
+        Raises:
+            OptionError: it has another length.
+        """
+        if isinstance(self.budget, tuple) and len(self.budget) != moe_layers:
+            raise OptionError("one budget per MoE layer", where="budget", expected=f"{moe_layers} values", got=len(self.budget))
+
     def effective(self, moe_index: int, scope: Scope, budget_scopes: Collection[Scope]) -> RoutingOptions:
         """These options as one MoE layer has them in a step of this scope."""
         options = self.for_layer(moe_index)
@@ -237,6 +246,29 @@ class Selection:
             if not same:
                 unequal.append(field.name)
         return unequal
+
+
+def check_scopes(scopes: Iterable[str]) -> frozenset[Scope]:
+    """Scopes that a budget acts in; one name alone stands for itself.
+
+    Raises:
+        OptionError: there is no such scope.
+    """
+    chosen = frozenset([scopes] if isinstance(scopes, str) else scopes)
+    for scope in chosen - frozenset(SCOPES):
+        raise OptionError("unknown scope", where="budget_scopes", expected=", ".join(SCOPES), got=scope)
+    return cast(frozenset[Scope], chosen)
+
+
+def check_step(scope: str, logits: str) -> None:
+    """Check the two choices that every forward call makes.
+
+    Raises:
+        OptionError: one is unknown.
+    """
+    for where, value, known in (("scope", scope, SCOPES), ("logits", logits, ("all", "last"))):
+        if value not in known:
+            raise OptionError(f"unknown {where}", where=where, expected=", ".join(known), got=value)
 
 
 def whole_number(value: object, where: str) -> int:

@@ -26,7 +26,8 @@ from colibri_jax.cli.options import (
     routing_options,
 )
 from colibri_jax.config import ModelConfig
-from colibri_jax.errors import ConfigError, MissingFileError, OptionError
+from colibri_jax.container.directory import read_config
+from colibri_jax.errors import MissingFileError, OptionError
 from colibri_jax.generate.loop import DEFAULT_PREFILL_CHUNK, GenerateOptions, check_prompt
 from colibri_jax.generate.loop import generate as run_loop
 from colibri_jax.generate.notes import budget_is_on, budget_notes
@@ -222,13 +223,7 @@ def _read_config(directory: Path) -> ModelConfig:
     file = directory / "config.json"
     if not file.is_file():
         raise MissingFileError("the directory holds no model", where=str(directory), expected="config.json", got="no such file")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError("not JSON", where=str(file), got=error) from error
-    if not isinstance(raw, dict):
-        raise ConfigError("wrong type", where=str(file), expected="a JSON object", got=type(raw).__name__)
-    return ModelConfig.from_hf(raw)
+    return read_config(directory)[0]
 
 
 def _describe_engine(stats: Stats) -> str:

@@ -32,7 +32,7 @@ from colibri_jax.container.plan import (
 from colibri_jax.container.reader import PART_SUFFIX, STATE_FILE
 from colibri_jax.container.source import SourceCheckpoint
 from colibri_jax.errors import ContainerError, NoSpaceError, OutputExistsError
-from colibri_jax.quant import DEFAULT_GROUP_SIZE, Layout, pack, quantize_int4, quantize_int8
+from colibri_jax.quant import DEFAULT_GROUP_SIZE, Layout, pack, quantize
 
 Progress = Callable[[int, int, str], None]
 
@@ -124,8 +124,7 @@ def _write_matrix(source: SourceCheckpoint, matrix: PlannedMatrix, writer: Strea
 
     def packed() -> Iterator[memoryview]:
         for block in source.blocks(role):
-            quantised = quantize_int4(block, fmt.group_size) if fmt.bits == 4 else quantize_int8(block)
-            data, separate = pack(quantised, fmt.layout)
+            data, separate = pack(quantize(block, fmt), fmt.layout)
             if separate is not None:
                 scales.append(separate.astype("<f4").tobytes())
             yield np.ascontiguousarray(data).data

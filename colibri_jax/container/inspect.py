@@ -11,8 +11,6 @@ from colibri_jax.container.reader import Container, TensorEntry, is_container
 from colibri_jax.errors import MissingFileError
 from colibri_jax.quant import ACTIVATION_GROUP_SIZE, WeightFormat
 
-DEFAULT_CONTEXT = 4096
-
 
 @dataclasses.dataclass(frozen=True)
 class FormatRow:
@@ -120,7 +118,7 @@ def describe(
     layer_sizes = [sum(size for (owner, _), size in sizes.items() if owner == layer) for layer in config.moe_layers]
     expert_bytes = max(sizes.values(), default=0)
     slot = max((sum(_slot_bytes(entry) for entry in matrices) for matrices in experts.values()), default=0)
-    positions = context if context is not None else min(config.max_positions, DEFAULT_CONTEXT)
+    positions = context if context is not None else config.resolve_context(None)
     kv = positions * kv_bytes_per_position(config)
     cap = None
     if ram_bytes is not None and slot:

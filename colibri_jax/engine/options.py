@@ -13,8 +13,6 @@ from colibri_jax.errors import MemoryBudgetError, OptionError
 from colibri_jax.routing_spec import RoutingOptions, whole_number
 from colibri_jax.tensors import expert_roles, tensor_specs
 
-# Without an explicit context, room for this many positions; a longer one is asked for by name.
-DEFAULT_CONTEXT_POSITIONS = 4096
 # A bound that leaves no room for a step of this many positions is refused; longer steps than it has room for are errors.
 LEAST_STEP_POSITIONS = 64
 # Steps of this many positions are made room for before the cache is: a usual chunk of a prompt.
@@ -78,21 +76,6 @@ class EngineOptions:
     def resolved_threads(self) -> int:
         """Compute threads after defaults."""
         return self.threads or min(len(os.sched_getaffinity(0)), MOST_THREADS)
-
-    def resolved_context(self, config: ModelConfig) -> int:
-        """Cache positions after defaults.
-
-        Raises:
-            OptionError: more than can be computed.
-        """
-        most = config.max_positions
-        if self.context_positions is None:
-            return min(most, DEFAULT_CONTEXT_POSITIONS)
-        if self.context_positions > most:
-            raise OptionError(
-                "context longer than can be computed", where="context_positions", expected=f"<= {most}", got=self.context_positions
-            )
-        return self.context_positions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,7 +266,7 @@ def _options_dict(
         "experts": experts,
         "io_threads": options.io_threads,
         "direct": options.io == "direct",
-        "context": options.resolved_context(config),
+        "context": config.resolve_context(options.context_positions),
         "threads": options.resolved_threads(),
         "isa": options.isa,
         "quantised_activations": options.precision == "w4a8",

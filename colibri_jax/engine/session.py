@@ -15,8 +15,8 @@ from colibri_jax import _native
 from colibri_jax.config import ModelConfig
 from colibri_jax.container.reader import Container
 from colibri_jax.engine.options import EngineOptions, plan_engine
-from colibri_jax.errors import EngineError, OptionError, TokenError
-from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope, Selection
+from colibri_jax.errors import EngineError, TokenError
+from colibri_jax.routing_spec import RoutingOptions, Scope, Selection, check_scopes, check_step
 from colibri_jax.stats import ScopeStats, Stats
 
 
@@ -45,7 +45,8 @@ class NativeModel:
         self._config = container.runnable_config
         self._options = options or EngineOptions()
         self._routing = routing or RoutingOptions()
-        self._budget_scopes = frozenset(budget_scopes)
+        self._budget_scopes = check_scopes(budget_scopes)
+        self._routing.check_layers(len(self._config.moe_layers))
         plan = plan_engine(container, self._options, self._routing)
         self._context_positions: int = plan.options["context"]
         self._engine = _native.Engine(plan.model, plan.options)
@@ -96,10 +97,7 @@ class NativeModel:
     def forward(
         self, tokens: Sequence[int] | npt.NDArray[np.integer], *, scope: Scope, logits: Literal["all", "last"] = "all"
     ) -> npt.NDArray[np.float32]:
-        if scope not in SCOPES:
-            raise OptionError("unknown scope", where="scope", expected=", ".join(SCOPES), got=scope)
-        if logits not in ("all", "last"):
-            raise OptionError("unknown choice of logits", where="logits", expected="all or last", got=logits)
+        check_step(scope, logits)
         ids = _token_array(tokens)
         with self._alone():
             try:

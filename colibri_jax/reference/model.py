@@ -30,12 +30,9 @@ from colibri_jax.reference.layer import (
 from colibri_jax.reference.mtp import MTPBlock
 from colibri_jax.reference.quantized import Matrix, Precision, check_stored, look_up_rows, prepare, product, to_device, zero_of
 from colibri_jax.reference.routing import select_experts
-from colibri_jax.routing_spec import SCOPES, RouterSpec, RoutingOptions, Scope, Selection
+from colibri_jax.routing_spec import SCOPES, RouterSpec, RoutingOptions, Scope, Selection, check_scopes, check_step
 from colibri_jax.stats import ScopeStats, Stats
 from colibri_jax.tensors import tensor_specs
-
-# Where no context is asked for: enough for a comparison, small enough for the KV cache of the largest models.
-DEFAULT_CONTEXT_POSITIONS = 4096
 
 
 class ReferenceModel:
@@ -79,11 +76,9 @@ class ReferenceModel:
                 raise OptionError(f"unknown {where}", where=where, expected=", ".join(known), got=value)
         self._config = config
         self._routing = routing if routing is not None else RoutingOptions()
-        self._budget_scopes = _check_scopes(budget_scopes)
-        self._context = _check_context(context_positions, config)
-        n_moe = len(config.moe_layers)
-        if isinstance(self._routing.budget, tuple) and len(self._routing.budget) != n_moe:
-            raise OptionError("one budget per MoE layer", where="budget", expected=f"{n_moe} values", got=len(self._routing.budget))
+        self._budget_scopes = check_scopes(budget_scopes)
+        self._context = config.resolve_context(context_positions)
+        self._routing.check_layers(len(config.moe_layers))
         self._precision: Precision = precision
         self._geometry = Geometry(config.attention, config.indexer, config.rms_eps, mla_form)
         self._rope = rope_table(self._context, config.attention.rope)
@@ -178,10 +173,7 @@ class ReferenceModel:
             In every case the model stays as it was.
         """
         begin = time.perf_counter()
-        if scope not in SCOPES:
-            raise OptionError("unknown scope", where="scope", expected=", ".join(SCOPES), got=scope)
-        if logits not in ("all", "last"):
-            raise OptionError("unknown choice", where="logits", expected="all or last", got=logits)
+        check_step(scope, logits)
         ids = self._check_tokens(tokens, self._position)
         hidden_TD, caches, selections = self.embed(ids), [], []
         router_logits: list[Float32] = []
@@ -355,18 +347,3 @@ class ReferenceModel:
 @jax.jit
 def _score(normed_TD: jax.Array, head: Matrix) -> jax.Array:
     return product(normed_TD, head)
-
-
-def _check_scopes(scopes: Iterable[Scope]) -> frozenset[Scope]:
-    chosen = frozenset(scopes)
-    if not chosen <= set(SCOPES):
-        raise OptionError("unknown scope", where="budget_scopes", expected=", ".join(SCOPES), got=sorted(chosen))
-    return chosen
-
-
-def _check_context(asked: int | None, config: ModelConfig) -> int:
-    if asked is None:
-        return min(config.max_positions, DEFAULT_CONTEXT_POSITIONS)
-    if not 1 <= asked <= config.max_positions:
-        raise OptionError("context out of range", where="context_positions", expected=f"1 to {config.max_positions}", got=asked)
-    return asked

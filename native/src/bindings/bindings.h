@@ -1,10 +1,12 @@
 // One function per part of the engine that Python can reach; each adds its names to the module.
 #pragma once
 
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "colibri/routing.h"
@@ -15,8 +17,19 @@ struct ReadHooks;
 
 namespace colibri::bindings {
 
-// Throws Error("OptionError") naming the policies that there are.
+// Enums by the names that Python has for them. Throw Error("OptionError") naming those that there are.
+Score score_named(const std::string& name);
 Policy policy_named(const std::string& name);
+Denominator denominator_named(const std::string& name);
+Vote vote_named(const std::string& name);
+
+// The fields of colibri_jax.Selection.
+pybind11::dict selection_dict(const Selection& selection);
+
+template <typename T>
+pybind11::array_t<T> to_array(const std::vector<T>& values, std::vector<pybind11::ssize_t> shape) {
+    return pybind11::array_t<T>(std::move(shape), values.data());
+}
 
 void bind_errors(pybind11::module_& module);
 void bind_kernels(pybind11::module_& module);

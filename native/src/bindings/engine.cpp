@@ -84,7 +84,7 @@ IndexerSpec indexer_from(const py::dict& d) {
 
 RouterSpec router_from(const py::dict& d) {
     RouterSpec spec;
-    spec.score = get<std::string>(d, "score") == "sigmoid" ? Score::sigmoid : Score::softmax;
+    spec.score = score_named(get<std::string>(d, "score"));
     spec.top_k = get<int>(d, "top_k");
     spec.n_group = get<int>(d, "n_group");
     spec.topk_group = get<int>(d, "topk_group");
@@ -134,32 +134,12 @@ EngineOptions options_from(const py::dict& d) {
     o.routing.expert_topk = get<int>(d, "expert_topk");
     o.routing.expert_topp = get<double>(d, "expert_topp");
     o.routing.policy = policy_named(get<std::string>(d, "policy"));
-    o.routing.denominator = get<std::string>(d, "denominator") == "frozen" ? Denominator::frozen : Denominator::survivors;
-    o.routing.vote = get<std::string>(d, "vote") == "all_scores" ? Vote::all_scores : Vote::weights;
+    o.routing.denominator = denominator_named(get<std::string>(d, "denominator"));
+    o.routing.vote = vote_named(get<std::string>(d, "vote"));
     o.routing.floor = get<int>(d, "floor");
     o.routing.coverage = get<double>(d, "coverage");
     o.budgets = get<std::vector<int64_t>>(d, "budgets");
     return o;
-}
-
-template <typename T>
-py::array_t<T> copy_array(const std::vector<T>& values, std::vector<py::ssize_t> shape) {
-    py::array_t<T> array(std::move(shape));
-    std::copy(values.begin(), values.end(), array.mutable_data());
-    return array;
-}
-
-py::dict selection_dict(const Selection& s) {
-    py::dict d;
-    d["ids"] = copy_array(s.ids, {s.positions, s.top_k});
-    d["weights"] = copy_array(s.weights, {s.positions, s.top_k});
-    d["kept"] = copy_array(s.kept, {static_cast<py::ssize_t>(s.kept.size())});
-    d["union_size"] = s.union_size;
-    d["dropped"] = s.dropped;
-    d["dropped_slots"] = s.dropped_slots;
-    d["emptied_positions"] = s.emptied_positions;
-    d["mass_kept"] = s.mass_kept;
-    return d;
 }
 
 py::dict report_dict(const StepReport& r) {
@@ -226,14 +206,14 @@ class PyEngine {
     py::dict trace() const {
         const Trace& t = engine_->trace();
         py::list hidden, router_logits;
-        for (const auto& h : t.hidden) hidden.append(copy_array(h, {static_cast<py::ssize_t>(h.size()) / width_, width_}));
+        for (const auto& h : t.hidden) hidden.append(to_array(h, {static_cast<py::ssize_t>(h.size()) / width_, width_}));
         for (const auto& z : t.router_logits)
-            router_logits.append(copy_array(z, {static_cast<py::ssize_t>(z.size()) / experts_, experts_}));
+            router_logits.append(to_array(z, {static_cast<py::ssize_t>(z.size()) / experts_, experts_}));
         py::list inputs;
         for (const TracedInput& input : t.inputs) {
             const py::ssize_t rows = static_cast<py::ssize_t>(input.rows.size());
-            inputs.append(py::make_tuple(input.layer, input.what, copy_array(input.rows, {rows}),
-                                         copy_array(input.values, {rows, input.cols})));
+            inputs.append(
+                py::make_tuple(input.layer, input.what, to_array(input.rows, {rows}), to_array(input.values, {rows, input.cols})));
         }
         py::dict d;
         d["inputs"] = inputs;
@@ -244,13 +224,13 @@ class PyEngine {
     }
 
     py::array_t<float> kv_cache(int64_t layer) const {
-        return copy_array(engine_->kv_cache(layer), {engine_->position(), cache_width_});
+        return to_array(engine_->kv_cache(layer), {engine_->position(), cache_width_});
     }
 
     py::object index_keys(int64_t layer) const {
         const std::vector<float> keys = engine_->index_keys(layer);
         if (keys.empty()) return py::none();
-        return copy_array(keys, {engine_->position(), index_dim_});
+        return to_array(keys, {engine_->position(), index_dim_});
     }
 
     Engine& engine() { return *engine_; }

@@ -29,22 +29,12 @@ Enum named(const char* field, const std::string& name, const std::pair<const cha
     throw Error("OptionError", std::string("unknown ") + field, field, names, name);
 }
 
-template <typename T>
-py::array_t<T> to_array(const std::vector<T>& values, std::vector<py::ssize_t> shape) {
-    return py::array_t<T>(std::move(shape), values.data());
-}
-
-template <typename T>
-py::array_t<T> to_array(const std::vector<T>& values) {
-    return to_array(values, {static_cast<py::ssize_t>(values.size())});
-}
-
 py::dict select(const FloatArray& logits, const std::string& score, int top_k, const std::optional<FloatArray>& bias, int n_group,
                 int topk_group, bool norm_topk_prob, double routed_scaling_factor, int expert_topk, double expert_topp,
                 int64_t budget, const std::string& policy, const std::string& denominator, const std::string& vote, int floor,
                 double coverage, const IdArray& resident) {
     RouterSpec router;
-    router.score = named<Score>("score", score, {{"sigmoid", Score::sigmoid}, {"softmax", Score::softmax}});
+    router.score = score_named(score);
     router.top_k = top_k;
     if (bias) router.bias.assign(bias->data(), bias->data() + bias->size());
     router.n_group = n_group;
@@ -56,9 +46,8 @@ py::dict select(const FloatArray& logits, const std::string& score, int top_k, c
     options.expert_topp = expert_topp;
     options.budget = budget;
     options.policy = policy_named(policy);
-    options.denominator =
-        named<Denominator>("denominator", denominator, {{"survivors", Denominator::survivors}, {"frozen", Denominator::frozen}});
-    options.vote = named<Vote>("vote", vote, {{"weights", Vote::weights}, {"all_scores", Vote::all_scores}});
+    options.denominator = denominator_named(denominator);
+    options.vote = vote_named(vote);
     options.floor = floor;
     options.coverage = coverage;
 
@@ -71,20 +60,37 @@ py::dict select(const FloatArray& logits, const std::string& score, int top_k, c
         const py::gil_scoped_release released;
         selection = select_experts(values, positions, experts, router, options, in_cache);
     }
-    py::dict result;
-    result["ids"] = to_array(selection.ids, {positions, top_k});
-    result["weights"] = to_array(selection.weights, {positions, top_k});
-    result["kept"] = to_array(selection.kept);
-    result["removed"] = to_array(selection.removed);
-    result["union_size"] = selection.union_size;
-    result["dropped"] = selection.dropped;
-    result["dropped_slots"] = selection.dropped_slots;
-    result["emptied_positions"] = selection.emptied_positions;
-    result["mass_kept"] = selection.mass_kept;
+    py::dict result = selection_dict(selection);
+    result["removed"] = to_array(selection.removed, {static_cast<py::ssize_t>(selection.removed.size())});
     return result;
 }
 
 }  // namespace
+
+Score score_named(const std::string& name) {
+    return named<Score>("score", name, {{"sigmoid", Score::sigmoid}, {"softmax", Score::softmax}});
+}
+
+Denominator denominator_named(const std::string& name) {
+    return named<Denominator>("denominator", name, {{"survivors", Denominator::survivors}, {"frozen", Denominator::frozen}});
+}
+
+Vote vote_named(const std::string& name) {
+    return named<Vote>("vote", name, {{"weights", Vote::weights}, {"all_scores", Vote::all_scores}});
+}
+
+py::dict selection_dict(const Selection& s) {
+    py::dict d;
+    d["ids"] = to_array(s.ids, {s.positions, s.top_k});
+    d["weights"] = to_array(s.weights, {s.positions, s.top_k});
+    d["kept"] = to_array(s.kept, {static_cast<py::ssize_t>(s.kept.size())});
+    d["union_size"] = s.union_size;
+    d["dropped"] = s.dropped;
+    d["dropped_slots"] = s.dropped_slots;
+    d["emptied_positions"] = s.emptied_positions;
+    d["mass_kept"] = s.mass_kept;
+    return d;
+}
 
 Policy policy_named(const std::string& name) {
     return named<Policy>("policy", name,

@@ -2,8 +2,8 @@
 #include "colibri/engine.h"
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 
 #include "attention.h"
@@ -167,7 +167,7 @@ struct Engine::Impl {
         head_input.set(normed, n - first, width, "head input");
         products.multiply(head.view(), head_input, logits, model.vocab);
         for (int64_t i = 0; i < (n - first) * model.vocab; ++i)
-            if ((std::bit_cast<uint32_t>(logits[i]) & 0x7F800000u) == 0x7F800000u)
+            if (!std::isfinite(logits[i]))
                 throw Error("NonFiniteLogitError", "the model scored a token with no number",
                             "position " + std::to_string(first + i / model.vocab) + " of the step, token " +
                                 std::to_string(i % model.vocab),

@@ -3,8 +3,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -52,7 +52,7 @@ void read_extent(const std::vector<std::string>& files, const Extent& extent, in
 
 void check_finite(const float* values, int64_t count, const std::vector<std::string>& files, const Extent& extent) {
     for (int64_t i = 0; i < count; ++i)
-        if ((std::bit_cast<uint32_t>(values[i]) & 0x7F800000u) == 0x7F800000u)
+        if (!std::isfinite(values[i]))
             throw Error("NonFiniteWeightError", "a weight or a scale is not finite", files.at(extent.file) + ", " + extent.tensor,
                         "a number", std::to_string(values[i]));
 }
