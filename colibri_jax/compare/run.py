@@ -12,7 +12,7 @@ import numpy as np
 
 from colibri_jax.compare.layers import PartByPart, walk_parts
 from colibri_jax.compare.report import CompareReport, Greedy
-from colibri_jax.compare.step import Recording, Walk
+from colibri_jax.compare.step import NativeStep, Recording, Walk
 from colibri_jax.compare.whole import Follower, OwnChoices, WholeModel, top2_margin
 from colibri_jax.config import ModelConfig
 from colibri_jax.engine.session import NativeModel
@@ -103,35 +103,34 @@ def compare(
         assert isinstance(reference, ReferenceModel)
         return reference
 
-    def record(precision: Precision, tokens: Sequence[int] | None) -> Recording:
+    def record(precision: Precision, tokens: Sequence[int] | None) -> tuple[list[NativeStep], ModelConfig, Sequence[int]]:
         native = load_native(precision)
         if tokens is None:
             _check_room(options, native.context_positions)
             tokens = _continued(native, prompt_ids, options.tokens)
-        cuts = _cuts(len(tokens), options)
-        what = f"native, {precision}"
-        return Recording(native, lambda: load_native(precision), np.asarray(tokens), cuts, lambda done: progress(what, done, len(tokens)))
+        n, what = len(tokens), f"native, {precision}"
+        recording = Recording(lambda: load_native(precision), np.asarray(tokens), _cuts(n, options))
+        return recording.run(native, lambda done: progress(what, done, n)), native.config, tokens
 
     def walk(what: str, walks: Sequence[Walk], reference: ReferenceModel) -> None:
         # Every walk is taken to its next stop before the first goes on.
         for stage, _ in enumerate(zip(*walks, strict=True)):
             progress(what, stage + 1, reference.config.n_layers + 2)
 
-    recording = record("w4a8", None)
-    config, tokens = recording.config, recording.tokens
+    steps, config, tokens = record("w4a8", None)
     parts, shipped, floats, greedy = PartByPart(), WholeModel(), WholeModel(), None
     chosen = None if layers is None else _with_sources(config, layers)
     reference = load_reference("w4a8")
     own = OwnChoices(reference)
-    walks = [[walk_parts(step, reference, parts, chosen)] + [own.walk(step, shipped)] * (chosen is None) for step in recording.steps]
+    walks = [[walk_parts(step, reference, parts, chosen)] + [own.walk(step, shipped)] * (chosen is None) for step in steps]
     walk("reference, w4a8", list(itertools.chain(*walks)), reference)
     if chosen is None:
         if options.greedy:
             greedy = _compare_greedy(load_native("w4a8"), reference, prompt_ids[: options.prefill], options.greedy, progress)
-        del reference, own, walks, recording
-        recording, reference = record("w4a32", tokens.tolist()), load_reference("w4a32")
+        del reference, own, walks, steps
+        (steps, _, _), reference = record("w4a32", tokens), load_reference("w4a32")
         follower = Follower(reference)
-        walk("reference, w4a32", [follower.walk(step, floats) for step in recording.steps], reference)
+        walk("reference, w4a32", [follower.walk(step, floats) for step in steps], reference)
     rows = f"steps of {options.verify_rows} rows, scope verify" if options.verify_rows > 1 else "decode steps"
     return CompareReport(
         model=str(path),

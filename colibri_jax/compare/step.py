@@ -36,7 +36,7 @@ class NativeStep:
         native: tracing is on.
         tokens, scope: what the step was given.
         logits_TW: what it answered.
-        recording: where caches and quantiser inputs will come from if the model is to go; else they come from the model.
+        recording: whose caches, and whose quantiser inputs, stand for the model's once it is gone.
         start: position of the first row.
         selections: one per MoE layer.
         trace: see `NativeModel.trace`; kept here, because every look at the engine's copies all of it.
@@ -137,35 +137,37 @@ def follow_layer(
 
 
 class Recording:
-    """A traced run of the native engine over some tokens, after which the engine may go and give its memory back.
+    """What is left of a traced run of the native engine, which may go and give its memory back.
 
     Quantiser inputs, many times the rest, are not kept: a layer's are had by another run, and only to explain a difference.
 
     Args:
-        native: at position 0.
-        load: makes another one, for every layer whose quantiser inputs are asked for.
+        load: makes an engine at position 0, for every layer whose quantiser inputs are asked for.
+        tokens: of all steps.
         cuts: token counts and scopes of the steps.
-        progress: told the tokens done.
     """
 
-    def __init__(
-        self,
-        native: NativeModel,
-        load: Callable[[], NativeModel],
-        tokens: npt.NDArray[np.int64],
-        cuts: Sequence[tuple[int, Scope]],
-        progress: Callable[[int], None],
-    ) -> None:
-        self._load, self.tokens, self._cuts = load, tokens, cuts
+    def __init__(self, load: Callable[[], NativeModel], tokens: npt.NDArray[np.int64], cuts: Sequence[tuple[int, Scope]]) -> None:
+        self.tokens = tokens
+        self._load, self._cuts = load, cuts
         self._inputs_layer, self._inputs = -1, dict[int, list[TracedInput]]()
+
+    def run(self, native: NativeModel, progress: Callable[[int], None] = lambda done: None) -> list[NativeStep]:
+        """Do all steps.
+
+        Args:
+            native: at position 0.
+            progress: told the tokens done.
+        """
         native.set_trace(True, inputs="none")
-        self.config, self.routing, self.budget_scopes = native.config, native.routing, native.budget_scopes
-        self.steps: list[NativeStep] = []
+        steps = []
         for some, scope in self._pieces():
-            self.steps.append(NativeStep(native, some, scope, native.forward(some, scope=scope), self))
+            steps.append(NativeStep(native, some, scope, native.forward(some, scope=scope), self))
             progress(native.position)
-        self._kv = [native.kv_cache(layer) for layer in range(self.config.n_layers)]
-        self._keys = [native.index_keys(layer) for layer in range(self.config.n_layers)]
+        self.config, self.routing, self.budget_scopes = native.config, native.routing, native.budget_scopes
+        layers = range(self.config.n_layers)
+        self._kv, self._keys = [native.kv_cache(layer) for layer in layers], [native.index_keys(layer) for layer in layers]
+        return steps
 
     def kv_cache(self, layer: int) -> Float32:
         """As `NativeModel.kv_cache` at the end."""
