@@ -12,11 +12,14 @@ import bigger_than_memory as script
 import jax
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from engine_models import converted
 from family_models import CONFIGS
 from oracles import random_glm
 from oracles.checkpoints import small_config
 
+import colibri_jax.compare
+from colibri_jax.cli import main
 from colibri_jax.cli.compare import parse_layers
 from colibri_jax.compare import CompareOptions, CompareReport, compare
 from colibri_jax.compare import run as running
@@ -25,6 +28,7 @@ from colibri_jax.compare.step import NativeStep, Recording
 from colibri_jax.compare.whole import Follower, OwnChoices, WholeModel
 from colibri_jax.config import ModelConfig
 from colibri_jax.container.reader import Container
+from colibri_jax.engine import options as engine_options
 from colibri_jax.engine.session import NativeModel
 from colibri_jax.errors import ConfigError, MissingTensorError, OptionError
 from colibri_jax.load import load
@@ -32,15 +36,16 @@ from colibri_jax.reference import layer as reference_layer
 from colibri_jax.reference import model as reference_model
 from colibri_jax.reference.model import ReferenceModel
 from colibri_jax.routing_spec import SCOPES, RoutingOptions
+from colibri_jax.tokenizer import ChatTokenizer
 
 # Dense and full, sparse and shared, sparse and full; the indexer acts from position 8 on. Experts are most of it, as in large models.
 GLM = small_config(
     vocab_size=90, n_routed_experts=12, num_experts_per_tok=3, num_nextn_predict_layers=1, index_n_heads=16, moe_intermediate_size=150
 )
 FAMILIES = {"glm_moe_dsa": GLM, "mixtral": CONFIGS["mixtral"]}
-TOKENS = np.random.default_rng(11).integers(0, 60, 22).tolist()
-# 16 in one prefill step, then verification of 4 and of 2 rows, so that few shapes are compiled.
-OPTIONS = CompareOptions(tokens=22, prefill=16, verify_rows=4, greedy=0)
+TOKENS = np.random.default_rng(11).integers(0, 60, 20).tolist()
+# 16 in one prefill step, then a verification of 4 rows, so that few shapes are compiled.
+OPTIONS = CompareOptions(tokens=20, prefill=16, verify_rows=4, greedy=0)
 BUDGET = RoutingOptions(budget=5)
 
 
@@ -87,7 +92,7 @@ def recorded(path: Path, **options: Any) -> list[NativeStep]:
         assert isinstance(model, NativeModel)
         return model
 
-    return Recording(native, np.asarray(TOKENS), [(16, "prefill"), (4, "verify"), (2, "verify")]).run(native())
+    return Recording(native, np.asarray(TOKENS), [(16, "prefill"), (4, "verify")]).run(native())
 
 
 def reports(path: Path, **arguments: Any) -> list[CompareReport]:
@@ -107,10 +112,10 @@ def test_reports_are_equal(family: str, container_of: Callable[[str], Path], mon
     assert layerwise == everything
     assert layerwise.passed, layerwise.lines()
     assert layerwise.parts.selections_cut > 0
-    assert layerwise.parts.equal_rows == layerwise.parts.rows == 22 * (3 + 2)
+    assert layerwise.parts.equal_rows == layerwise.parts.rows == 20 * (3 + 2)
     assert (layerwise.parts.attended_rows > 0) == (family == "glm_moe_dsa")
     assert layerwise.shipped is not None
-    assert layerwise.shipped.equal_positions == 22
+    assert layerwise.shipped.equal_positions == 20
     assert (layerwise.greedy is None) == (family != "mixtral")
 
 
@@ -123,7 +128,7 @@ def test_chosen_layers_are_compared_and_no_other_is_loaded(container_of: Callabl
     monkeypatch.setattr(running, "load", load_watched)
     arguments: dict[str, Any] = {"routing": BUDGET, "budget_scopes": SCOPES, "options": OPTIONS, "residency": "layer"}
     report = compare(path, TOKENS, layers=[2], **arguments)
-    assert (report.layers, report.parts.rows, report.parts.equal_rows, report.parts.selections) == ((2,), 22, 22, 3)
+    assert (report.layers, report.parts.rows, report.parts.equal_rows, report.parts.selections) == ((2,), 20, 20, 2)
     assert report.float_activations is report.shipped is report.greedy is None
     assert set(report.verdicts) == {"selections", "layers"}
     assert report.passed
@@ -134,7 +139,7 @@ def test_chosen_layers_are_compared_and_no_other_is_loaded(container_of: Callabl
     # Layer 1 attends where the indexer of layer 0 says.
     report = compare(path, TOKENS, layers=[1], **arguments)
     assert report.layers == (0, 1)
-    assert report.parts.attended_rows == 2 * 14
+    assert report.parts.attended_rows == 2 * 12
     for layers in ([3], [-1, 2], []):
         with pytest.raises(OptionError, match="layer"):
             compare(path, TOKENS, layers=layers, **arguments)
@@ -172,7 +177,7 @@ def test_every_layer_is_loaded_once_and_held_alone(container_of: Callable[[str],
     follower = Follower(watched.reference(precision="w4a32"))
     for _ in zip(*[follower.walk(step, result) for step in steps], strict=True):
         pass
-    assert result.positions == 22
+    assert result.positions == 20
     assert watched.times_loaded() == {0: 1, 1: 1, 2: 1}
     assert (watched.asked.count("embed"), watched.asked.count("head")) == (1, 1)
     expert_bytes = 3 * 4 * 72 * 150
@@ -190,13 +195,13 @@ def test_step_after_step_loads_every_layer_for_each(container_of: Callable[[str]
     own = OwnChoices(watched.reference(precision="w4a8"))
     for step in steps:
         own.step(step, by_step)
-    assert watched.times_loaded() == {0: 3, 1: 3, 2: 3}
+    assert watched.times_loaded() == {0: 2, 1: 2, 2: 2}
     own = OwnChoices(watched.reference(precision="w4a8"))
     for _ in zip(*[own.walk(step, by_layer) for step in steps], strict=True):
         pass
-    assert watched.times_loaded() == {0: 4, 1: 4, 2: 4}
+    assert watched.times_loaded() == {0: 3, 1: 3, 2: 3}
     assert by_layer == by_step
-    assert by_step.equal_positions == by_step.positions == 22
+    assert by_step.equal_positions == by_step.positions == 20
 
 
 def test_one_layer_at_a_time_has_no_draft_block_and_refuses_what_is_missing(container_of: Callable[[str], Path]) -> None:
@@ -239,8 +244,51 @@ def test_layers_are_numbers_and_ranges(text: str, layers: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("text", ["", "a", "3-", "-3", "5-4", "1,,2", "0-99999999999"])
 def test_other_layers_are_refused(text: str) -> None:
-    with pytest.raises(Exception, match="layer|list"):
+    with pytest.raises(Exception, match=r"layer|list"):
         parse_layers(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "free", "expected", "said"),
+    [
+        ([], 10**12, {"residency": "all", "greedy": 32}, ""),
+        ([], 10**5, {"residency": "layer", "greedy": 0}, "held one layer at a time (0.0 GB in float32, 0.0 GB free)"),
+        (["--greedy", "3"], 10**5, {"residency": "layer", "greedy": 3}, "held one layer at a time"),
+        (["--residency", "all"], 10**5, {"residency": "all", "greedy": 32}, ""),
+        (["--residency", "layer"], 10**12, {"residency": "layer", "greedy": 0}, "no greedy tokens"),
+        (["--layers", "1-2"], 10**12, {"residency": "layer", "layers": (1, 2)}, ""),
+        (["--ram-gb", "0.5"], 10**12, {"ram_bytes": 500_000_000, "cache_experts": None}, ""),
+        (["--cache-experts", "3"], 10**12, {"ram_bytes": None, "cache_experts": 3, "layers": None}, ""),
+    ],
+)
+def test_command_takes_layer_by_layer_what_would_not_fit(
+    flags: list[str], free: int, expected: dict[str, Any], said: str, container_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    class Report:
+        passed = True
+
+        def lines(self) -> list[str]:
+            return ["the report"]
+
+    def compared(path: Path, prompt_ids: list[int], *, options: CompareOptions, **arguments: Any) -> Report:
+        seen.update(arguments, **dataclasses.asdict(options))
+        return Report()
+
+    monkeypatch.setattr(colibri_jax.compare, "compare", compared)
+    monkeypatch.setattr(engine_options, "free_memory_bytes", lambda: free)
+    monkeypatch.setattr(ChatTokenizer, "from_directory", lambda path: FakeTokenizer())
+    result = CliRunner().invoke(main, ["compare", str(container_of("glm_moe_dsa")), *flags], prog_name="colibri-jax")
+    assert (result.exit_code, result.stdout) == (0, "the report\n")
+    assert {name: seen[name] for name in expected} == expected
+    assert said in result.stderr
+    assert bool(said) == bool(result.stderr.strip())
+
+
+class FakeTokenizer:
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return [1, 2, 3]
 
 
 def outcomes(**changes: script.Outcome) -> dict[str, script.Outcome]:

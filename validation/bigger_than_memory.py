@@ -86,6 +86,7 @@ def _compare(task: Task) -> dict[str, Any]:
     import numpy as np
 
     from colibri_jax.compare import CompareOptions, compare
+    from colibri_jax.compare import layers as compare_layers
     from colibri_jax.container.reader import Container
     from colibri_jax.routing_spec import SCOPES, RoutingOptions
 
@@ -99,6 +100,8 @@ def _compare(task: Task) -> dict[str, Any]:
             return value
 
         Container.read = read  # type: ignore[method-assign]  # the native engine reads for itself
+        # The search for what explains a deviation runs the layer operation by operation, which takes memory of its own.
+        compare_layers.examine_row = lambda *_: (float("inf"), "")
 
     tokens = np.random.default_rng(3).integers(0, VOCAB, TOKENS).tolist()
     report = compare(
