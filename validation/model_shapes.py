@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,9 @@ class Shape:
         model = self.model
         router = model.moe.router
         return (
-            f"{self.family}: {model.n_layers} layers ({len(model.moe_layers)} sparse), width {model.hidden_size}, {model.moe.n_experts} experts, "
-            f"{router.top_k} a position, {router.n_group} groups, {model.moe.n_shared} shared, {self.layout} g{self.group_size}"
+            f"{self.family}: {model.n_layers} layers ({len(model.moe_layers)} sparse), width {model.hidden_size}, "
+            f"{model.moe.n_experts} experts, {router.top_k} a position, {router.n_group} groups, {model.moe.n_shared} shared, "
+            f"{self.layout} g{self.group_size}"
         )
 
 
@@ -97,7 +98,8 @@ def _common(c: Chooser) -> Config:
 
 def _experts(c: Chooser) -> tuple[int, int]:
     """E and K of a router without groups."""
-    experts = c.integer(1, c.pick((4, 8, 16, 64)))
+    most = c.pick((4, 8, 16, 32, 64))
+    experts = c.pick((most, c.integer(1, most), c.integer(1, most)))
     return experts, c.integer(1, c.pick((min(experts, 4), min(experts, 8), experts)))
 
 
@@ -236,11 +238,11 @@ assert tuple(_CONFIGS) == FAMILIES
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
-def make_weights(config: ModelConfig, seed: int) -> dict[str, Float32]:
-    """float32 weights by role. Which matrices are spoilt, and how, follows from the seed; with seed 0 none is."""
-    rng = np.random.default_rng([seed, 7])
-    spoilt = 0.0 if seed == 0 else float(rng.choice([0.15, 0.5]))
-    ties = seed != 0 and bool(rng.integers(0, 2))
+def make_weights(config: ModelConfig, seed: Sequence[int], *, plain: bool = False) -> dict[str, Float32]:
+    """float32 weights by role. Which matrices are spoilt, and how, follows from the seed; `plain`: none is."""
+    rng = np.random.default_rng(seed)
+    spoilt = 0.0 if plain else float(rng.choice([0.15, 0.5]))
+    ties = not plain and bool(rng.integers(0, 2))
     return {spec.role: _tensor(spec, rng, spoilt, ties) for spec in tensor_specs(config)}
 
 

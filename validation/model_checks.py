@@ -1,0 +1,274 @@
+"""Properties that every generated model case must have: comparisons (i) to (iii), and what may change nothing.
+
+A checker takes a `Subject` (a container and how it is loaded) and a `Run`, and returns what is wrong, in words; nothing when the
+property holds. Tests hand it doctored subjects, which it has to notice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from model_laws import selection_faults
+from model_runs import Run, Step
+from model_shapes import POSITIONS, Shape
+
+from colibri_jax.compare.layers import PartByPart, compare_parts
+from colibri_jax.compare.report import W4A32_RELATIVE_ERROR
+from colibri_jax.compare.step import NativeStep
+from colibri_jax.compare.whole import Follower, NearTie, WholeModel, compare_step
+from colibri_jax.container.reader import Container
+from colibri_jax.engine.session import NativeModel
+from colibri_jax.load import load
+from colibri_jax.reference.model import ReferenceModel
+from colibri_jax.routing_spec import SCOPES, RouterSpec
+
+Float32 = npt.NDArray[np.float32]
+# Of one expert's bytes: the smallest aligned range around them is longer by less than two blocks.
+BLOCK = 4096
+
+
+class Subject:
+    """One container under test, loaded by either backend.
+
+    Tests override `native` to plant faults.
+    """
+
+    def __init__(self, path: Path, shape: Shape) -> None:
+        self.path, self.shape = path, shape
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, Any]:
+        container = Container.open(self.path)
+        return {role: container.read(role) for role in container.entries}
+
+    def native(self, run: Run, *, setup: dict[str, Any] | None = None, **options: Any) -> NativeModel:
+        """The engine with a run's options, or with others instead."""
+        given = {"routing": run.routing, "budget_scopes": run.scopes, "context_positions": POSITIONS, **(setup or run.setup), **options}
+        model = load(self.path, **given)
+        assert isinstance(model, NativeModel)
+        return model
+
+    def reference(self, run: Run) -> ReferenceModel:
+        """The reference as shipped, with a run's options."""
+        return ReferenceModel(
+            self.shape.model,
+            self._tensors,
+            precision="w4a8",
+            routing=run.routing,
+            budget_scopes=run.scopes,
+            context_positions=POSITIONS,
+        )
+
+    def router(self, moe_index: int) -> RouterSpec:
+        """The router of a MoE layer (0 is the first), with its correction bias."""
+        model = self.shape.model
+        bias = self._tensors.get(f"layers.{model.moe_layers[moe_index]}.router.bias")
+        return dataclasses.replace(model.moe.router, bias=bias)
+
+    @functools.cached_property
+    def float_reference(self) -> ReferenceModel:
+        """The reference with float32 activations. Whoever follows the engine's choices needs no options of its own."""
+        return ReferenceModel(self.shape.model, self._tensors, precision="w4a32", context_positions=POSITIONS)
+
+
+@dataclasses.dataclass
+class Findings:
+    """What the comparisons of one case met."""
+
+    parts: PartByPart = dataclasses.field(default_factory=PartByPart)
+    whole: WholeModel = dataclasses.field(default_factory=WholeModel)
+    floats: WholeModel = dataclasses.field(default_factory=WholeModel)
+    events: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    @property
+    def near_ties(self) -> list[NearTie]:
+        """Rows in which float32 activations would choose other experts."""
+        return self.floats.differing_rows
+
+
+Checker = Callable[[Subject, Run, Findings], Iterator[str]]
+
+
+def forward(model: NativeModel, step: Step) -> Float32:
+    """The logits of a step, float32 [n, W]."""
+    model.rewind(step.rewind)
+    return model.forward(step.tokens, scope=step.scope)
+
+
+def traced(model: NativeModel, steps: Sequence[Step]) -> Iterator[NativeStep]:
+    """The steps of a run, one after the other, with what the engine kept of each."""
+    model.set_trace(True)
+    for step in steps:
+        yield NativeStep(model, np.asarray(step.tokens), step.scope, forward(model, step))
+
+
+def answers(model: NativeModel, steps: Sequence[Step]) -> list[bytes]:
+    """The logits of every step, for comparison bit for bit."""
+    return [forward(model, step).tobytes() for step in steps]
+
+
+# ---- reference and native -------------------------------------------------------------------------------------------
+
+
+def check_shipped(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
+    """(i) selections, (ii) part by part on equal inputs, and the whole model as shipped, by its own choices: equal in every bit."""
+    reference, parts, whole = subject.reference(run), findings.parts, findings.whole
+    for step, given in zip(traced(subject.native(run), run.steps), run.steps, strict=True):
+        compare_parts(step, reference, parts)
+        reference.rewind(given.rewind)
+        compare_step(step, reference, reference.forward(step.tokens, scope=step.scope), whole)
+        _count_events(step, findings.events)
+    yield from (f"(i) selection: {difference}" for difference in parts.selection_differences)
+    yield from (f"(i) attended positions: {difference}" for difference in parts.attended_differences)
+    yield from (f"(ii) {d.part}, position {d.position}: {d.ulps:.3g} ulp, {d.explanation or 'not explained'}" for d in parts.deviations)
+    if parts.equal_rows != parts.rows:
+        yield f"(ii) {parts.rows - parts.equal_rows} of {parts.rows} rows are not equal in every bit"
+    if whole.equal_positions != whole.positions:
+        yield f"whole model: {whole.positions - whole.equal_positions} of {whole.positions} positions' logits are not equal in every bit"
+    yield from (f"whole model: other experts in layer {tie.layer}, position {tie.position}" for tie in whole.differing_rows)
+
+
+def check_float_activations(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
+    """(iii) float32 activations: logits within the bound, selections equal except where router logits alone explain it."""
+    floats, follower = findings.floats, Follower(subject.float_reference)
+    for step in traced(subject.native(run, precision="w4a32"), run.steps):
+        follower.step(step, floats)
+    for what, error in (("logits", floats.worst_logit_error), ("router logits", floats.worst_router_error)):
+        if not error <= W4A32_RELATIVE_ERROR:
+            yield f"(iii) relative error of {what}: {error:.3g}"
+    for tie in floats.differing_rows:
+        if not tie.explained:
+            yield f"(iii) other experts in layer {tie.layer}, position {tie.position}, not by the router logits alone"
+
+
+def _count_events(step: NativeStep, events: Counter[str]) -> None:
+    for selection in step.native.selections:
+        events["layer steps"] += 1
+        events["budget acted"] += selection.dropped > 0
+        events["emptied positions"] += selection.emptied_positions
+    for logits_TE in step.trace["router_logits"]:
+        ordered = np.sort(logits_TE, axis=1)
+        events["rows with equal router logits"] += int((ordered[:, 1:] == ordered[:, :-1]).any(axis=1).sum())
+    events["rows limited by DSA"] += sum(bool(positions) for layer in step.trace["attended"] for positions in layer)
+
+
+# ---- what may change nothing ----------------------------------------------------------------------------------------
+
+
+def check_split(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
+    """The same tokens in one step and in many give the same bits, where no position depends on its neighbours' experts."""
+    for routing in (run.routing.without_budget(), dataclasses.replace(run.routing, policy="per_position", coverage=1.0)):
+        common: dict[str, Any] = {"routing": routing, "budget_scopes": SCOPES}
+        together = subject.native(run, **common).forward(run.history, scope="prefill")
+        model, start = subject.native(run, **common), 0
+        for number, n in enumerate(run.cuts):
+            scope = SCOPES[number % len(SCOPES)]
+            part = model.forward(run.history[start : start + n], scope=scope)
+            if part.tobytes() != together[start : start + n].tobytes():
+                yield f"split {run.cuts}, {routing.policy} {routing.budget}: positions {start} to {start + n - 1} differ"
+                return
+            start += n
+
+
+def check_replay(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
+    """Dropping a step, feeding others that are dropped too, and doing the step again gives its bits and its selections."""
+    model = subject.native(run)
+    for number, step in enumerate(run.steps):
+        first, selections = forward(model, step), model.selections
+        model.rewind(len(step.tokens))
+        if model.position + len(run.replay) <= POSITIONS:
+            model.forward(run.replay, scope="verify")
+            model.rewind(len(run.replay))
+        again = model.forward(step.tokens, scope=step.scope)
+        if again.tobytes() != first.tobytes():
+            yield f"replay of step {number}: logits differ"
+        for layer, (ours, theirs) in enumerate(zip(selections, model.selections, strict=True)):
+            yield from (f"replay of step {number}, MoE layer {layer}: {field}" for field in ours.differences(theirs))
+
+
+def check_rewound(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
+    """After all rewinds the model is where it would be had it only seen the tokens that are left."""
+    routing = run.routing.without_budget()
+    rewound, plain = subject.native(run, routing=routing), subject.native(run, routing=routing)
+    last = [forward(rewound, step) for step in run.steps][-1]
+    if plain.forward(run.history, scope="prefill")[-len(last) :].tobytes() != last.tobytes():
+        yield "after rewinds: the last step's logits are not those of the tokens that are left"
+
+
+def check_setup(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
+    """Cache size, threads, instruction set and reader change no bit."""
+    if answers(subject.native(run), run.steps) != answers(subject.native(run, setup=run.other_setup), run.steps):
+        yield f"logits depend on the setup: {run.setup}, {run.other_setup}"
+
+
+def check_wide_budget(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
+    """A budget of the largest union that a layer has is no budget, under every policy but `coverage`."""
+    if run.routing.policy == "coverage":
+        return
+    off = subject.native(run, routing=run.routing.without_budget())
+    expected, sizes = [], [1] * len(off.config.moe_layers)
+    for step in run.steps:
+        expected.append(forward(off, step).tobytes())
+        sizes = [max(size, s.union_size) for size, s in zip(sizes, off.selections, strict=True)]
+    wide = subject.native(run, routing=dataclasses.replace(run.routing, budget=tuple(sizes)), budget_scopes=SCOPES)
+    if answers(wide, run.steps) != expected:
+        yield f"{run.routing.policy}: budget {sizes} of unions of that size changes logits"
+
+
+# ---- selections and reads -------------------------------------------------------------------------------------------
+
+
+def check_selections(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
+    """Every selection of the run obeys the laws of routing and budget."""
+    model = subject.native(run)
+    for number, step in enumerate(traced(model, run.steps)):
+        for index, logits_TE in enumerate(step.trace["router_logits"]):
+            router = subject.router(index)
+            for fault in selection_faults(logits_TE, router, step.options(index), model.selections[index]):
+                yield f"step {number}, MoE layer {index}: {fault}"
+
+
+def check_reads(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
+    """In a step each kept expert is looked up once and read at most once; with room for all, once ever. Bytes say the same."""
+    model = subject.native(run)
+    seen: set[tuple[int, int]] = set()
+    roomy = model.stats.cache_experts_per_layer >= model.config.moe.n_experts
+    direct = model.stats.reader.startswith("direct")
+    before = model.stats.total
+    for number, step in enumerate(run.steps):
+        forward(model, step)
+        now = model.stats.total
+        hits, misses = now.cache_hits - before.cache_hits, now.cache_misses - before.cache_misses
+        useful, transferred = now.useful_bytes - before.useful_bytes, now.bytes_read - before.bytes_read
+        before = now
+        kept = {(layer, int(e)) for layer, s in enumerate(model.selections) for e in s.kept}
+        if hits + misses != len(kept):
+            yield f"step {number}: {hits} hits and {misses} misses of {len(kept)} experts"
+        if useful != misses * model.stats.expert_bytes:
+            yield f"step {number}: {useful} bytes for {misses} experts of {model.stats.expert_bytes}"
+        if not useful <= transferred <= useful + misses * 2 * BLOCK * direct:
+            yield f"step {number}: {transferred} bytes read for {useful}"
+        if roomy and misses != len(kept - seen):
+            yield f"step {number}: {misses} reads of {len(kept - seen)} new experts, with room for all"
+        seen |= kept
+
+
+CHECKS: dict[str, Checker] = {
+    "as shipped (i, ii, w4a8)": check_shipped,
+    "float activations (iii)": check_float_activations,
+    "split": check_split,
+    "replay": check_replay,
+    "rewound": check_rewound,
+    "setup": check_setup,
+    "wide budget": check_wide_budget,
+    "selections": check_selections,
+    "reads": check_reads,
+}
+NATIVE_CHECKS = tuple(name for name in CHECKS if "(" not in name)
