@@ -210,8 +210,8 @@ def summary(results: Sequence[ShapeResult], seed: int, wall_seconds: float) -> d
         "cases": total.cases,
         "shapes": len(distinct),
         "seed": seed,
-        "families": {name: dataclasses.asdict(families[name]) | _shares(families[name]) for name in FAMILIES if name in families},
-        "total": dataclasses.asdict(total) | _shares(total),
+        "families": {name: _figures(families[name]) for name in FAMILIES if name in families},
+        "total": _figures(total),
         "properties": {name: {"cases": checked[name], "failures": failed[name]} for name in CHECKS},
         "near_ties": [tie for result in results for tie in result.ties],
         "failures": [failure for result in results for failure in result.failures],
@@ -221,8 +221,10 @@ def summary(results: Sequence[ShapeResult], seed: int, wall_seconds: float) -> d
     }
 
 
-def _shares(tally: Tally) -> dict[str, float]:
-    return {
+def _figures(tally: Tally) -> dict[str, Any]:
+    # Not asdict: it would make a Counter of a Counter's pairs.
+    return vars(tally) | {
+        "events": dict(tally.events),
         "ulps_share_of_bound": tally.worst_ulps / FEW_ULPS,
         "logit_error_share_of_bound": tally.worst_logit_error / W4A32_RELATIVE_ERROR,
         "router_error_share_of_bound": tally.worst_router_error / W4A32_RELATIVE_ERROR,

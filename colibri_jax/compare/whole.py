@@ -158,7 +158,11 @@ def _router(reference: ReferenceModel, index: int) -> RouterSpec:
 
 
 def _relative_error(ours_TX: Float32, theirs_TX: Float32) -> float:
-    return float((np.abs(ours_TX - theirs_TX).max(axis=1) / np.abs(ours_TX).max(axis=1)).max())
+    difference_T, largest_T = np.abs(ours_TX - theirs_TX).max(axis=1), np.abs(ours_TX).max(axis=1)
+    # A row of zeros is at no distance from zeros, and infinitely far from anything else.
+    with np.errstate(divide="ignore"):
+        error_T = np.divide(difference_T, largest_T, out=np.zeros_like(difference_T), where=difference_T != 0.0)
+    return float(error_T.max())
 
 
 def _count_logits(step: NativeStep, reference_TW: Float32, result: WholeModel) -> None:
