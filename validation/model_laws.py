@@ -17,6 +17,7 @@ Select = Callable[[Float32, RouterSpec, RoutingOptions], Selection]
 
 # Policies whose kept mass cannot fall when the budget grows: what they keep is nested.
 MONOTONE = ("aggregate", "floor", "per_position")
+SMALLEST = 2.0**-126
 WITH_FLOOR = ("floor", "substitute", "coverage")
 
 
@@ -34,12 +35,14 @@ def selection_faults(logits_SE: Float32, router: RouterSpec, options: RoutingOpt
 
 
 def scores(logits_SE: Float32, router: RouterSpec) -> Float64:
-    """The scores p, float64 [S, E] in plain floating point: right up to rounding."""
+    """The scores p, float64 [S, E] in plain floating point: right up to rounding; those below SMALLEST are 0."""
     z = logits_SE.astype(np.float64)
     if router.score == "sigmoid":
-        return np.asarray(1.0 / (1.0 + np.exp(-z)))
-    e = np.exp(z - z.max(axis=1, keepdims=True))
-    return np.asarray(e / e.sum(axis=1, keepdims=True))
+        p = 1.0 / (1.0 + np.exp(-z))
+    else:
+        e = np.exp(z - z.max(axis=1, keepdims=True))
+        p = e / e.sum(axis=1, keepdims=True)
+    return np.where(p < SMALLEST, 0.0, p)
 
 
 def _rows(selection: Selection) -> list[set[int]]:
@@ -105,14 +108,16 @@ def _floor_set(before: Selection, least: int) -> set[int]:
 
 def _weight_faults(p_SE: Float64, before: Selection, router: RouterSpec, options: RoutingOptions, found: Selection) -> Iterator[str]:
     """Step 5: a position's weights sum to scale · Σ kept p over its denominator, or to scale · Σ kept p where nothing normalises."""
+    scale = router.routed_scaling_factor
     for position, (had, has) in enumerate(zip(before.ids, found.ids, strict=True)):
         kept, total = p_SE[position][has[has >= 0]].sum(), float(found.weights[position].astype(np.float64).sum())
-        expected = router.routed_scaling_factor * kept
+        denominator = 1.0
         if router.norm_topk_prob:
             lost = set(had.tolist()) != set(has.tolist())
-            expected /= (p_SE[position][had[had >= 0]].sum() if lost and options.denominator == "frozen" else kept) + 1e-20
-        # Scores and weights are rounded to float32, and those below 2^-126 are 0.
-        if not abs(total - expected) <= 1e-6 * expected + 2.0**-120:
+            denominator = (p_SE[position][had[had >= 0]].sum() if lost and options.denominator == "frozen" else kept) + 1e-20
+        expected = scale * kept / denominator
+        # Scores and weights are rounded to float32; a score or a weight next to SMALLEST may be 0 or not.
+        if not abs(total - expected) <= 1e-6 * expected + has.size * SMALLEST * (1.0 + 4.0 * scale / denominator):
             yield f"position {position}: weights sum to {total}, not to {expected}"
 
 
