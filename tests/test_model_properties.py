@@ -1,28 +1,44 @@
-"""Properties of whole generated models, by hypothesis; and that each checker sees a fault planted for it."""
+"""Properties of the native engine on generated models, and of selections; and that each checker sees a fault planted for it."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import model_cases
 import numpy as np
 import numpy.typing as npt
 import pytest
+from click.testing import CliRunner
+from doctored_models import (
+    CallDependent,
+    CountedTwice,
+    Doctored,
+    Faulty,
+    NudgedLogits,
+    ReadTwice,
+    RowDependent,
+    StaleRewind,
+    one_too_many,
+    renormalised,
+    uncounted,
+    unequal_weight,
+    with_selections,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_checks import CHECKS, NATIVE_CHECKS, Findings, Subject
 from model_laws import MONOTONE, mass_faults, order_faults, selection_faults
-from model_runs import REPRODUCIBLE, Run, Step
+from model_runs import REPRODUCIBLE, Run
 from model_shapes import Shape
-from model_strategies import Models, models_and_runs, reference_shape, runs
+from model_strategies import Models, models_and_runs, plain_run, reference_shape
 from strategies import Case, selection_cases
 
 import colibri_jax
 from colibri_jax.config import FAMILIES
-from colibri_jax.engine.session import NativeModel
-from colibri_jax.routing_spec import SCOPES, RouterSpec, RoutingOptions, Selection
+from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Selection
 
 Select = Callable[[npt.NDArray[np.float32], RouterSpec, RoutingOptions], Selection]
 BACKENDS: dict[str, Select] = {"native": colibri_jax.native.select_experts, "reference": colibri_jax.reference.select_experts}
@@ -36,24 +52,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def faults(name: str, subject: Subject, run: Run) -> list[str]:
     """What a checker finds."""
     return list(CHECKS[name](subject, run, Findings()))
-
-
-# ---- reference and native -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_reference_and_native_agree(family: str, models: Models) -> None:
-    """(i), (ii) and the whole model as shipped, equal in every bit; (iii) with float32 activations, within its bound."""
-    shape = reference_shape(family)
-
-    @settings(max_examples=20)
-    @given(run=runs(shape), weights=st.integers(0, 2))
-    def agree(run: Run, weights: int) -> None:
-        subject = models.subject(shape, weights)
-        for name in ("as shipped (i, ii, w4a8)", "float activations (iii)"):
-            assert faults(name, subject, run) == [], name
-
-    agree()
 
 
 # ---- native alone ---------------------------------------------------------------------------------------------------
@@ -95,3 +93,120 @@ def test_a_permutation_of_positions_permutes_the_selection(backend: str) -> None
 @given(case=selection_cases(max_experts=32, policies=MONOTONE, max_positions=12), more=st.lists(st.integers(1, 33), max_size=4))
 def test_kept_mass_grows_with_the_budget(case: Case, more: list[int]) -> None:
     assert list(mass_faults(case.logits, case.router, case.options, [1, 2, 4, *more], BACKENDS["native"])) == []
+
+
+# ---- faults that the checkers see -----------------------------------------------------------------------------------
+
+Condition = Callable[[dict[str, Any]], bool]
+ALWAYS: Condition = lambda options: True  # noqa: E731
+
+FAULTS: tuple[tuple[str, type[Doctored], Condition], ...] = (
+    ("split", RowDependent, ALWAYS),
+    ("split", CallDependent, ALWAYS),
+    ("replay", CallDependent, ALWAYS),
+    ("replay", StaleRewind, ALWAYS),
+    ("rewound", StaleRewind, ALWAYS),
+    ("setup", NudgedLogits, lambda options: "setup" in options),
+    ("wide budget", NudgedLogits, lambda options: options["routing"].budget != 0),
+    ("selections", with_selections(renormalised), ALWAYS),
+    ("selections", with_selections(one_too_many), ALWAYS),
+    ("selections", with_selections(uncounted), ALWAYS),
+    ("reads", CountedTwice, ALWAYS),
+    ("reads", ReadTwice, ALWAYS),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "only_if"), FAULTS, ids=[f"{name}, {fault.__name__}-{i}" for i, (name, fault, _) in enumerate(FAULTS)]
+)
+def test_a_checker_sees_a_planted_fault(name: str, fault: type[Doctored], only_if: Condition, models: Models) -> None:
+    sound = models.subject(reference_shape("mixtral"), 0)
+    run = plain_run(sound.shape)
+    assert faults(name, sound, run) == []
+    assert faults(name, Faulty(sound, fault, only_if), run) != []
+
+
+def test_every_native_checker_has_a_planted_fault() -> None:
+    assert {name for name, _, _ in FAULTS} == set(NATIVE_CHECKS)
+
+
+LOGITS = np.random.default_rng(3).normal(0, 1, (6, 12)).astype(np.float32)
+ROUTER = RouterSpec(score="sigmoid", top_k=3)
+
+
+def test_a_selection_that_looks_at_the_order_of_positions_is_seen() -> None:
+    def select(logits: npt.NDArray[np.float32], router: RouterSpec, options: RoutingOptions) -> Selection:
+        return unequal_weight(BACKENDS["native"](logits, router, options))
+
+    order = np.arange(6)[::-1].copy()
+    assert list(order_faults(LOGITS, ROUTER, RoutingOptions(budget=4), order, BACKENDS["native"])) == []
+    assert list(order_faults(LOGITS, ROUTER, RoutingOptions(budget=4), order, select)) == ["weights depends on the order of positions"]
+
+
+def test_a_mass_that_falls_is_seen() -> None:
+    def select(logits: npt.NDArray[np.float32], router: RouterSpec, options: RoutingOptions) -> Selection:
+        kept = BACKENDS["native"](logits, router, options)
+        return dataclasses.replace(kept, mass_kept=1.0 - kept.mass_kept)
+
+    assert list(mass_faults(LOGITS, ROUTER, RoutingOptions(), [1, 3, 5], BACKENDS["native"])) == []
+    assert list(mass_faults(LOGITS, ROUTER, RoutingOptions(), [1, 3, 5], select)) != []
+
+
+@pytest.mark.parametrize("policy", REPRODUCIBLE)
+def test_a_policy_in_the_place_of_another_breaks_a_law(policy: Any) -> None:
+    """Every law of sizes, on a step in which all policies act and differ."""
+    options = RoutingOptions(budget=2, policy=policy, coverage=0.4 if policy == "coverage" else 1.0)
+    found = {p: BACKENDS["native"](LOGITS, ROUTER, dataclasses.replace(options, policy=p)) for p in REPRODUCIBLE}
+    assert list(selection_faults(LOGITS, ROUTER, options, found[policy])) == []
+    off = BACKENDS["native"](LOGITS, ROUTER, RoutingOptions())
+    for other in (off, found["per_position" if policy == "aggregate" else "aggregate"]):
+        assert list(selection_faults(LOGITS, ROUTER, options, other)) != []
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its comparisons have tests of their own, and each shape would be compiled."""
+    for name in set(CHECKS) - set(NATIVE_CHECKS):
+        monkeypatch.delitem(CHECKS, name)
+
+
+ARGUMENTS = ["--shapes", "6", "--jobs", "1", "--json"]
+
+
+@pytest.mark.usefixtures("without_reference")
+def test_the_command_reports_what_it_ran() -> None:
+    ran = CliRunner().invoke(model_cases.main, ["--cases", "14", *ARGUMENTS])
+    assert ran.exit_code == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert (found["cases"], found["shapes"], found["failures"]) == (14, 6, [])
+    assert [family["cases"] for family in found["families"].values()] == [3, 3, 2, 2, 2, 2]
+    assert list(found["families"]) == list(FAMILIES)
+    assert found["properties"] == {name: {"cases": 14, "failures": 0} for name in NATIVE_CHECKS}
+
+
+@pytest.mark.usefixtures("without_reference")
+def test_the_command_fails_with_a_line_that_runs_the_case_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
+        if subject.shape.family == "olmoe":
+            raise ValueError("planted")
+        yield from ()
+
+    monkeypatch.setitem(CHECKS, "replay", check)
+    ran = CliRunner().invoke(model_cases.main, ["--cases", "6", *ARGUMENTS])
+    assert ran.exit_code == 1
+    assert "planted" in ran.stderr
+    assert "--shapes 6 --seed 0 --only 4" in ran.stderr
+    again = CliRunner().invoke(model_cases.main, ["--only", "4", *ARGUMENTS])
+    assert again.exit_code == 1
+    assert [failure["case"] for failure in json.loads(again.stdout)["failures"]] == [4]
+
+
+def test_cases_are_functions_of_seed_and_number() -> None:
+    first, again, other = (model_cases.case_of(seed, 17, 6) for seed in (0, 0, 1))
+    assert first == again
+    assert first.run != other.run
+    shapes = {repr(model_cases.shape_of(0, number)) for number in range(64)}
+    assert len(shapes) == 64
