@@ -49,7 +49,7 @@ def _telling(shape: Shape) -> bool:
     model = shape.model
     shares = model.indexer is None or (model.indexer.topk < 12 and "shared" in model.indexer.kinds)
     top_k, experts = model.moe.router.top_k, model.moe.n_experts
-    return shares and 2 <= len(model.moe_layers) < 4 and model.n_layers <= 4 and 2 <= top_k < experts and 6 <= experts <= 24
+    return shares and 2 <= len(model.moe_layers) < 4 and model.n_layers <= 4 and 2 <= top_k < experts and 6 <= experts <= 16
 
 
 @st.composite

@@ -193,6 +193,8 @@ def run_cases(cases: Iterable[Case], seed: int, jobs: int, console: Console) -> 
         for done in concurrent.futures.as_completed(waiting):
             results.append(done.result())
             progress.advance(task, waiting[done])
+            for failure in results[-1].failures:
+                console.print(f"case {failure['case']}, {failure['property']}: {failure['faults'][0]}", markup=False, soft_wrap=True)
     return results
 
 
