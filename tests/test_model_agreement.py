@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from doctored_models import (
     Doctored,
@@ -20,7 +21,7 @@ from model_checks import CHECKS, Findings, Subject
 from model_runs import Run
 from model_strategies import WEIGHTS, Models, plain_run, reference_shape, runs
 
-from colibri_jax.compare import layers
+from colibri_jax.compare import layers, whole
 from colibri_jax.config import FAMILIES
 
 SHIPPED, FLOATS = "as shipped (i, ii, w4a8)", "float activations (iii)"
@@ -72,3 +73,11 @@ def test_the_comparison_sees_a_planted_fault(
     assert faults(name, sound, run) == []
     found = faults(name, Faulty(sound, fault), run)
     assert any(line.startswith(said) for line in found), found
+
+
+def test_a_row_of_zeros_hides_no_other_row() -> None:
+    """Spoilt weights make such rows; 0/0 would be the largest error of its step, and then be dropped."""
+    zeros, other = np.zeros((2, 3), np.float32), np.array([[0, 0, 0], [0, 2, 1]], np.float32)
+    assert whole._relative_error(zeros, zeros) == 0.0
+    assert whole._relative_error(other, other + np.float32([[0], [0.5]])) == 0.25
+    assert whole._relative_error(zeros, other) == np.inf

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from model_laws import selection_faults
+from model_laws import MONOTONE, mass_faults, order_faults, selection_faults
 from model_runs import Run, Step
 from model_shapes import POSITIONS, Shape
 
@@ -26,8 +26,9 @@ from colibri_jax.compare.whole import Follower, NearTie, WholeModel, compare_ste
 from colibri_jax.container.reader import Container
 from colibri_jax.engine.session import NativeModel
 from colibri_jax.load import load
+from colibri_jax.native import select_experts
 from colibri_jax.reference.model import ReferenceModel
-from colibri_jax.routing_spec import SCOPES, RouterSpec
+from colibri_jax.routing_spec import SCOPES, RouterSpec, RoutingOptions, Selection
 
 Float32 = npt.NDArray[np.float32]
 # Of one expert's bytes: the smallest aligned range around them is longer by less than two blocks.
@@ -225,14 +226,53 @@ def check_wide_budget(subject: Subject, run: Run, findings: Findings) -> Iterato
 # ---- selections and reads -------------------------------------------------------------------------------------------
 
 
-def check_selections(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
-    """Every selection of the run obeys the laws of routing and budget."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routed:
+    """What one MoE layer was asked and what it answered in one step."""
+
+    where: str
+    logits_TE: Float32
+    router: RouterSpec
+    options: RoutingOptions
+    selection: Selection
+
+
+def routed(subject: Subject, run: Run) -> Iterator[Routed]:
+    """Every selection of a run, by the engine."""
     model = subject.native(run)
     for number, step in enumerate(traced(model, run.steps)):
         for index, logits_TE in enumerate(step.trace["router_logits"]):
-            router = subject.router(index)
-            for fault in selection_faults(logits_TE, router, step.options(index), model.selections[index]):
-                yield f"step {number}, MoE layer {index}: {fault}"
+            yield Routed(
+                where=f"step {number}, MoE layer {index}",
+                logits_TE=logits_TE,
+                router=subject.router(index),
+                options=step.options(index),
+                selection=model.selections[index],
+            )
+
+
+def check_selections(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
+    """Every selection of the run obeys the laws of routing and budget."""
+    for r in routed(subject, run):
+        yield from (f"{r.where}: {fault}" for fault in selection_faults(r.logits_TE, r.router, r.options, r.selection))
+
+
+def check_order(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
+    """The positions of a step in another order have their selections in that order."""
+    for r in routed(subject, run):
+        order = np.random.default_rng(len(r.logits_TE)).permutation(len(r.logits_TE))
+        moved = select_experts(np.ascontiguousarray(r.logits_TE[order]), r.router, r.options)
+        yield from (f"{r.where}: {fault}" for fault in order_faults(r.selection, moved, order))
+
+
+def check_mass(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
+    """The kept mass does not fall when the budget grows, under the policies whose kept sets are nested."""
+    for r in routed(subject, run):
+        for policy in MONOTONE:
+            options = dataclasses.replace(r.options, policy=policy, coverage=1.0)
+            budgets = sorted({1, 2, r.router.top_k, 2 * r.router.top_k, r.selection.union_size})
+            selections = [select_experts(r.logits_TE, r.router, dataclasses.replace(options, budget=n)) for n in budgets]
+            yield from (f"{r.where}, {policy}: {fault}" for fault in mass_faults(selections))
 
 
 def check_reads(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
@@ -268,6 +308,8 @@ CHECKS: dict[str, Checker] = {
     "setup": check_setup,
     "wide budget": check_wide_budget,
     "selections": check_selections,
+    "order of positions": check_order,
+    "mass by budget": check_mass,
     "reads": check_reads,
 }
 NATIVE_CHECKS = tuple(name for name in CHECKS if "(" not in name)

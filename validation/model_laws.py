@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,6 @@ from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Selection
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
-Select = Callable[[Float32, RouterSpec, RoutingOptions], Selection]
 
 # Policies whose kept mass cannot fall when the budget grows: what they keep is nested.
 MONOTONE = ("aggregate", "floor", "per_position")
@@ -121,17 +120,14 @@ def _weight_faults(p_SE: Float64, before: Selection, router: RouterSpec, options
             yield f"position {position}: weights sum to {total}, not to {expected}"
 
 
-def order_faults(
-    logits_SE: Float32, router: RouterSpec, options: RoutingOptions, order: npt.NDArray[np.int64], select: Select
-) -> Iterator[str]:
-    """Positions in another order are selected for in that order, and nothing else changes."""
-    plain, moved = select(logits_SE, router, options), select(np.ascontiguousarray(logits_SE[order]), router, options)
+def order_faults(plain: Selection, moved: Selection, order: npt.NDArray[np.int64]) -> Iterator[str]:
+    """Positions in another order (row i of `moved` was row order[i]) are selected for in that order, and nothing else changes."""
     expected = dataclasses.replace(plain, ids=np.ascontiguousarray(plain.ids[order]), weights=np.ascontiguousarray(plain.weights[order]))
     yield from (f"{field} depends on the order of positions" for field in expected.differences(moved))
 
 
-def mass_faults(logits_SE: Float32, router: RouterSpec, options: RoutingOptions, budgets: list[int], select: Select) -> Iterator[str]:
-    """The kept mass does not fall when the budget grows."""
-    masses = [select(logits_SE, router, dataclasses.replace(options, budget=n)).mass_kept for n in sorted(budgets)]
+def mass_faults(by_budget: Sequence[Selection]) -> Iterator[str]:
+    """The kept mass of one step's selections, by ascending budget, does not fall."""
+    masses = [selection.mass_kept for selection in by_budget]
     if masses != sorted(masses):
-        yield f"{options.policy}: mass kept {masses} with budgets {sorted(budgets)}"
+        yield f"mass kept falls although the budget grows: {masses}"
