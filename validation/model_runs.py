@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from choosing import Chooser
@@ -31,7 +32,7 @@ class Run:
         steps: at least one; they fit into POSITIONS.
         routing, scopes: as for `load`.
         setup, other_setup: two sets of the native engine's own options, which may change no bit.
-        cuts: sizes of the steps that the tokens of `together` are cut into, for the comparison of splits.
+        cuts: sizes of the steps that `history` is cut into, for the comparison of splits.
         replay: tokens that are fed and dropped again in between.
     """
 
@@ -46,10 +47,7 @@ class Run:
     @property
     def history(self) -> tuple[int, ...]:
         """The tokens in the cache after the last step."""
-        kept: list[int] = []
-        for step in self.steps:
-            kept = [*kept[: len(kept) - step.rewind], *step.tokens]
-        return tuple(kept)
+        return _left_after(self.steps)
 
 
 def make_run(c: Chooser, shape: Shape, rows: tuple[int, ...] | None = None) -> Run:
@@ -59,10 +57,7 @@ def make_run(c: Chooser, shape: Shape, rows: tuple[int, ...] | None = None) -> R
         rows: counts of rows that steps may have; by default those that the reference has compiled for the shape.
     """
     steps = _steps(c, shape, rows)
-    history: list[int] = []
-    for step in steps:
-        history = [*history[: len(history) - step.rewind], *step.tokens]
-    cuts, left = [], len(history)
+    cuts, left = [], len(_left_after(steps))
     while left:
         cuts.append(c.pick((1, c.integer(1, min(4, left)), c.integer(1, left))))
         left -= cuts[-1]
@@ -91,6 +86,13 @@ def _steps(c: Chooser, shape: Shape, rows: tuple[int, ...] | None) -> tuple[Step
         steps.append(Step(c.pick(SCOPES) if number else c.pick(("prefill", "prefill", "verify")), _tokens(c, shape, n), rewind))
         position += n - rewind
     return tuple(steps)
+
+
+def _left_after(steps: Sequence[Step]) -> tuple[int, ...]:
+    kept: list[int] = []
+    for step in steps:
+        kept = [*kept[: len(kept) - step.rewind], *step.tokens]
+    return tuple(kept)
 
 
 def _tokens(c: Chooser, shape: Shape, n: int) -> tuple[int, ...]:
