@@ -39,7 +39,7 @@ from colibri_jax.compare.report import W4A32_RELATIVE_ERROR
 from colibri_jax.config import FAMILIES
 
 WEIGHTS_PER_SHAPE = 6
-SHAPES_PER_PROCESS = 8  # then a new one: compiled programs are never freed
+SHAPES_PER_PROCESS = 8  # then new ones: compiled programs are never freed
 SHOWN_FAILURES = 20
 SHOWN_TIES = 12
 
@@ -182,19 +182,20 @@ def run_cases(cases: Iterable[Case], seed: int, jobs: int, console: Console) -> 
         return [run_shape(seed, number, some) for number, some in by_shape.items()]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     results = []
-    # Spawned, because JAX has threads; one at a time each, because the work is compilation, which has threads of its own.
-    context = multiprocessing.get_context("spawn")
-    with (
-        Progress(*columns, console=console) as progress,
-        concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=SHAPES_PER_PROCESS) as pool,
-    ):
+    numbers, at_once = list(by_shape), jobs * SHAPES_PER_PROCESS
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task("model cases", total=sum(map(len, by_shape.values())))
-        waiting = {pool.submit(run_shape, seed, number, some): len(some) for number, some in by_shape.items()}
-        for done in concurrent.futures.as_completed(waiting):
-            results.append(done.result())
-            progress.advance(task, waiting[done])
-            for failure in results[-1].failures:
-                console.print(f"case {failure['case']}, {failure['property']}: {failure['faults'][0]}", markup=False, soft_wrap=True)
+        for begin in range(0, len(numbers), at_once):
+            # Spawned, because JAX has threads.
+            with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+                waiting = [pool.submit(run_shape, seed, number, by_shape[number]) for number in numbers[begin : begin + at_once]]
+                for done in concurrent.futures.as_completed(waiting):
+                    result = done.result()
+                    results.append(result)
+                    progress.advance(task, result.tally.cases)
+                    for failure in result.failures:
+                        line = f"case {failure['case']}, {failure['property']}: {failure['faults'][0]}"
+                        console.print(line, markup=False, soft_wrap=True)
     return results
 
 
