@@ -88,7 +88,7 @@ def make_shape(c: Chooser, family: str, rows: tuple[int, ...] | None = None) -> 
 def _common(c: Chooser) -> Config:
     return {
         "vocab_size": c.integer(16, 97),
-        "hidden_size": c.integer(16, 99),
+        "hidden_size": c.integer(24, 99),
         "intermediate_size": c.integer(3, 80),
         "moe_intermediate_size": c.integer(3, 70),
         "num_hidden_layers": c.pick((1, 2, 3, c.integer(1, 4), c.integer(1, 8))),
@@ -205,8 +205,10 @@ def _qwen3_moe(c: Chooser) -> Config:
 
 
 def _olmoe(c: Chooser) -> Config:
-    # The norm of queries and of keys has the model's width.
+    # The norm of queries and of keys has the model's width. Few elements cancel often, and then nothing is small beside them.
     attention = _gqa(c, 2 * c.integer(2, 5))
+    if attention["num_attention_heads"] * attention["head_dim"] < 24:
+        attention["head_dim"] = 24
     experts, top_k = _experts(c)
     return {
         **attention,
@@ -223,7 +225,7 @@ def _mixtral(c: Chooser) -> Config:
     experts, top_k = _experts(c)
     attention = _gqa(c, 2 * c.integer(1, 9))
     if not c.integer(0, 3):
-        attention |= {"head_dim": None, "hidden_size": attention["num_attention_heads"] * 2 * c.integer(2, 9)}
+        attention |= {"head_dim": None, "hidden_size": attention["num_attention_heads"] * 2 * c.integer(6, 9)}
     return {**attention, **_rope(c), "num_local_experts": experts, "num_experts_per_tok": top_k, "intermediate_size": c.integer(3, 70)}
 
 

@@ -44,7 +44,8 @@ class WholeModel:
     worst_logit_error: float = 0.0
     """Largest |difference| over largest |logit| of a position."""
     worst_router_error: float = 0.0
-    """The same of router logits; only where the reference went the native way."""
+    """The same of router logits, a row's largest counting as 1 or more: a score moves no further than its logit, and those of few
+    experts can all be close to 0. Only where the reference went the native way."""
     differing_rows: list[NearTie] = dataclasses.field(default_factory=list)
     differing_attended: int = 0
     """Rows of layers for which the two would attend to different positions; as `worst_router_error`."""
@@ -76,7 +77,7 @@ class Follower:
             if done.router_logits_TE is not None:
                 logits.append(done.router_logits_TE)
         for ours_TE, theirs_TE in zip(logits, step.trace["router_logits"], strict=True):
-            result.worst_router_error = max(result.worst_router_error, _relative_error(ours_TE, theirs_TE))
+            result.worst_router_error = max(result.worst_router_error, _relative_error(ours_TE, theirs_TE, least=1.0))
         selections = [select_experts(logits_TE, _router(reference, i), step.options(i)) for i, logits_TE in enumerate(logits)]
         result.differing_rows += differing_rows(step, reference, selections, logits)
         _count_logits(step, reference.score(reference.normed(hidden_TD)), result)
@@ -157,8 +158,8 @@ def _router(reference: ReferenceModel, index: int) -> RouterSpec:
     return router
 
 
-def _relative_error(ours_TX: Float32, theirs_TX: Float32) -> float:
-    difference_T, largest_T = np.abs(ours_TX - theirs_TX).max(axis=1), np.abs(ours_TX).max(axis=1)
+def _relative_error(ours_TX: Float32, theirs_TX: Float32, least: float = 0.0) -> float:
+    difference_T, largest_T = np.abs(ours_TX - theirs_TX).max(axis=1), np.maximum(np.abs(ours_TX).max(axis=1), np.float32(least))
     # A row of zeros is at no distance from zeros, and infinitely far from anything else.
     with np.errstate(divide="ignore"):
         error_T = np.divide(difference_T, largest_T, out=np.zeros_like(difference_T), where=difference_T != 0.0)
