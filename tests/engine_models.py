@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from model_runs import Step
 from oracles.checkpoints import write_checkpoint
 from oracles.colibri_writer import write_container
 from oracles.random_glm import random_params
@@ -18,7 +18,6 @@ from colibri_jax.container.checkpoints import checkpoint_name
 from colibri_jax.container.convert import plan_conversion, run_conversion
 from colibri_jax.generate.protocol import LanguageModel
 from colibri_jax.quant import Layout
-from colibri_jax.routing_spec import Scope
 
 F, S = "full", "shared"
 
@@ -119,15 +118,6 @@ def random_tokens(config: dict[str, Any], n: int, seed: int = 1) -> list[int]:
     """n token ids."""
     drawn: list[int] = np.random.default_rng(seed).integers(0, config["vocab_size"], n).tolist()
     return drawn
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One forward call, after dropping the last `rewind` positions."""
-
-    scope: Scope
-    tokens: tuple[int, ...]
-    rewind: int = 0
 
 
 # A prompt, single tokens, drafts of which some are dropped, a rewind into the prompt, and on from there.

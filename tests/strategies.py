@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from choosing import Chooser, Random
 from hypothesis import strategies as st
 from oracles import selection as oracle
 
@@ -33,17 +34,7 @@ class Case:
         return self.logits, self.router, self.options, self.resident
 
 
-class Chooser(Protocol):
-    """Where a case's decisions come from."""
-
-    def integer(self, low: int, high: int) -> int:
-        """An integer in [low, high]."""
-
-    def pick(self, options: Sequence[T]) -> T:
-        """One of the options."""
-
-
-class _Drawn:
+class Drawn:
     """Decisions by hypothesis, which shrinks towards small integers and first options."""
 
     def __init__(self, draw: st.DrawFn) -> None:
@@ -56,33 +47,20 @@ class _Drawn:
         return self._draw(st.sampled_from(options))
 
 
-class _Random:
-    """Decisions by a NumPy generator."""
-
-    def __init__(self, rng: np.random.Generator) -> None:
-        self._rng = rng
-
-    def integer(self, low: int, high: int) -> int:
-        return int(self._rng.integers(low, high + 1))
-
-    def pick(self, options: Sequence[T]) -> T:
-        return options[self.integer(0, len(options) - 1)]
-
-
 AGGREGATE: tuple[Policy, ...] = ("aggregate",)
 
 
 @st.composite
 def selection_cases(draw: st.DrawFn, max_experts: int = 256, policies: tuple[Policy, ...] = AGGREGATE, max_positions: int = 64) -> Case:
     """S 1…max_positions, E 1…max_experts, every router and option field; about half of the cases on coarse grids."""
-    return make_case(_Drawn(draw), max_experts, policies, max_positions)
+    return make_case(Drawn(draw), max_experts, policies, max_positions)
 
 
 def random_case(
     rng: np.random.Generator, max_experts: int = 256, policies: tuple[Policy, ...] = AGGREGATE, max_positions: int = 64
 ) -> Case:
     """The same distribution, fast."""
-    return make_case(_Random(rng), max_experts, policies, max_positions)
+    return make_case(Random(rng), max_experts, policies, max_positions)
 
 
 def make_case(c: Chooser, max_experts: int, policies: tuple[Policy, ...], max_positions: int) -> Case:

@@ -45,7 +45,8 @@ class WholeModel:
     worst_logit_error: float = 0.0
     """Largest |difference| over largest |logit| of a position."""
     worst_router_error: float = 0.0
-    """The same of router logits; only where the reference went the native way."""
+    """The same of router logits, a row's largest counting as 1 or more: a score moves no further than its logit, and those of few
+    experts can all be close to 0. Only where the reference went the native way."""
     differing_rows: list[NearTie] = dataclasses.field(default_factory=list)
     differing_attended: int = 0
     """Rows of layers for which the two would attend to different positions; as `worst_router_error`."""
@@ -110,7 +111,7 @@ class Follower(OwnChoices):
         if chosen_TS is not None:
             result.differing_attended += int((chosen_TS != step.attended(layer)).any(axis=1).sum())
         if done.router_logits_TE is not None:
-            error = _relative_error(done.router_logits_TE, step.trace["router_logits"][step.moe_index(layer)])
+            error = _relative_error(done.router_logits_TE, step.trace["router_logits"][step.moe_index(layer)], least=1.0)
             result.worst_router_error = max(result.worst_router_error, error)
         return done, chosen_TS
 
@@ -188,8 +189,12 @@ def _scores(logits: Float32, router: RouterSpec) -> Float64:
     return np.exp(_log_softmax(z))
 
 
-def _relative_error(ours_TX: Float32, theirs_TX: Float32) -> float:
-    return float((np.abs(ours_TX - theirs_TX).max(axis=1) / np.abs(ours_TX).max(axis=1)).max())
+def _relative_error(ours_TX: Float32, theirs_TX: Float32, least: float = 0.0) -> float:
+    difference_T, largest_T = np.abs(ours_TX - theirs_TX).max(axis=1), np.maximum(np.abs(ours_TX).max(axis=1), np.float32(least))
+    # A row of zeros is at no distance from zeros, and infinitely far from anything else.
+    with np.errstate(divide="ignore"):
+        error_T = np.divide(difference_T, largest_T, out=np.zeros_like(difference_T), where=difference_T != 0.0)
+    return float(error_T.max())
 
 
 def _count_logits(step: NativeStep, reference_TW: Float32, result: WholeModel) -> None:
