@@ -83,7 +83,7 @@ def test_of_a_fixture(four):
 def test_double():
     assert double(3) == 6
 """,
-    "tests/test_planted_faults.py": "def test_left_out():\n    raise AssertionError('it compares the table with sources that have no fault')\n",
+    "tests/test_planted_faults.py": "def test_left_out():\n    raise AssertionError('it is left out of the copy')\n",
 }
 FILE = "tiny_tree/__init__.py"
 
