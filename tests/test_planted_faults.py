@@ -5,6 +5,7 @@ The runner is tried on a tree of two files; planting the real faults takes most 
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 
@@ -274,6 +275,13 @@ def test_unknown_names_are_refused(arguments: list[str], message: str, tmp_path:
 def test_a_work_directory_inside_the_tree_is_refused() -> None:
     done = CliRunner().invoke(planted_faults.main, ["--work", str(ROOT / "build"), "--all"])
     assert (done.exit_code, "inside the tree" in done.stderr) == (2, True)
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = CliRunner().invoke(planted_faults.main, ["--work", str(tmp_path), "--all"])
+    assert (done.exit_code, "another run" in done.stderr) == (2, True)
 
 
 def test_a_suite_that_fails_by_itself_ends_the_command(tree: Tree) -> None:

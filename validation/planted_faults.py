@@ -9,6 +9,7 @@ imported, crashes or never ends proves nothing about the tests and counts as inv
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 from collections.abc import Sequence
@@ -67,6 +68,24 @@ def examine_all(tree: Tree, mutations: Sequence[Mutation], console: Console) -> 
     return verdicts
 
 
+def run(
+    work: Path, mutations: Sequence[Mutation], *, skip_baseline: bool, keep: bool, console: Console
+) -> tuple[Run | None, list[Verdict]]:
+    """Copy, build, baseline and every mutation; the copy is removed again unless it is to be kept."""
+    tree = Tree(work)
+    try:
+        copy_tree(ROOT, tree.root)
+        console.print("building the copy")
+        tree.build()
+        baseline = None if skip_baseline else check_baseline(tree, console)
+        return baseline, examine_all(tree, mutations, console)
+    except CannotBuildError as error:
+        raise click.ClickException(str(error)) from error
+    finally:
+        if not keep:
+            tree.remove()
+
+
 def show(verdicts: Sequence[Verdict], console: Console) -> None:
     table = Table("fault", "mutation", "where", "outcome", "failed first", "seconds")
     for verdict in verdicts:
@@ -92,18 +111,13 @@ def main(
     work = work.resolve()
     if work.is_relative_to(ROOT):
         raise click.UsageError("--work lies inside the tree that is copied")
-    tree = Tree(work)
-    try:
-        copy_tree(ROOT, tree.root)
-        console.print("building the copy")
-        tree.build()
-        baseline = None if skip_baseline else check_baseline(tree, console)
-        verdicts = examine_all(tree, mutations, console)
-    except CannotBuildError as error:
-        raise click.ClickException(str(error)) from error
-    finally:
-        if not keep:
-            tree.remove()
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise click.UsageError("another run uses the directory of --work") from None
+        baseline, verdicts = run(work, mutations, skip_baseline=skip_baseline, keep=keep, console=console)
     caught = faults_caught(verdicts)
     if as_json:
         click.echo(json.dumps(summary(verdicts)))
