@@ -36,6 +36,7 @@ def load(
     io: Literal["direct", "buffered"] | None = None,
     isa: str = "",
     group_size: int | None = None,
+    residency: Literal["all", "layer"] = "all",
 ) -> NativeModel | ReferenceModel:
     """Open a model.
 
@@ -49,6 +50,8 @@ def load(
         cache_experts, ram_bytes: size of the native expert cache, per MoE layer or by a bound on all memory; not both.
         threads, io, isa: how the native engine runs (io: "direct", the default, or "buffered"); they change no bit of its output.
         group_size: of an untagged int4 container whose byte counts fit several.
+        residency: "layer" (reference) holds one layer at a time, without its experts, and reads everything as it is needed: slow, and
+            for models that do not fit in memory.
 
     Returns:
         A `generate.protocol.LanguageModel`.
@@ -62,7 +65,11 @@ def load(
     routing = routing or RoutingOptions()
     source = Path(path)
     native_only = {"cache_experts": cache_experts, "ram_bytes": ram_bytes, "threads": threads, "io": io, "isa": isa or None}
+    if residency not in ("all", "layer"):
+        raise OptionError("unknown residency", where="residency", expected="all or layer", got=residency)
     if backend == "native":
+        if residency != "all":
+            raise OptionError("an option of the reference", where="residency", expected="backend='reference'", got="backend='native'")
         if not is_container(source):
             raise OptionError(
                 "the native engine runs containers",
@@ -82,7 +89,7 @@ def load(
     for name, value in native_only.items():
         if value is not None:
             raise OptionError("an option of the native engine", where=name, expected="backend='native'", got="backend='reference'")
-    return _load_reference(source, precision, routing, scopes, context_positions, group_size)
+    return _load_reference(source, precision, routing, scopes, context_positions, group_size, residency)
 
 
 def _load_native(
@@ -103,6 +110,7 @@ def _load_reference(
     scopes: frozenset[Scope],
     context_positions: int | None,
     group_size: int | None,
+    residency: Literal["all", "layer"],
 ) -> ReferenceModel:
     from colibri_jax.reference.model import ReferenceModel
 
@@ -116,7 +124,16 @@ def _load_reference(
         config, precision = checkpoint.config, precision or "full"
         specs = {spec.role: spec for spec in tensor_specs(config)}
         params = _Lazy(checkpoint if precision == "full" else _Quantising(checkpoint, specs), list(specs))
-    return ReferenceModel(config, params, precision=precision, routing=routing, budget_scopes=scopes, context_positions=context_positions)
+    return ReferenceModel(
+        config,
+        params,
+        precision=precision,
+        routing=routing,
+        budget_scopes=scopes,
+        context_positions=context_positions,
+        expert_residency="all" if residency == "all" else "kept",
+        layer_residency="all" if residency == "all" else "one",
+    )
 
 
 class _Quantising:

@@ -345,7 +345,7 @@ def test_a_difference_in_router_logits_alone_is_a_near_tie_with_its_margin(conta
     score = choice_TE[4, last] + 1e-3 - router.bias[next_best]
     logits[4, next_best] = np.log(score / (1 - score))
     step.trace["router_logits"][0] = logits
-    step.native._selections = (select_experts(logits, router, RoutingOptions()), step.native.selections[1])
+    step.selections[0] = select_experts(logits, router, RoutingOptions())
     (tie,) = differing_rows(step, reference, reference.selections, reference.router_logits)
     assert (tie.layer, tie.position, tie.explained) == (1, 4, True)
     assert tie.margin == pytest.approx(margin)
@@ -369,7 +369,7 @@ def test_margin_of_a_budget_is_in_its_votes(container: Path) -> None:
     least = int(min(ours.kept, key=lambda e: votes[e]))
     other = np.where(ours.ids == least, lost, ours.ids)
     kept = np.sort([*(e for e in ours.kept if e != least), lost]).astype(np.int32)
-    step.native._selections = (dataclasses.replace(ours, ids=other, kept=kept), step.native.selections[1])
+    step.selections[0] = dataclasses.replace(ours, ids=other, kept=kept)
     ties = differing_rows(step, reference, reference.selections, reference.router_logits)
     assert ties
     assert all(tie.margin == pytest.approx(votes[least] - votes[lost], rel=1e-5) and tie.difference == 0 for tie in ties)

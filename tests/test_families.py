@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from oracles.checkpoints import write_checkpoint
 from oracles.random_families import CASES, Case
+from recorded import against_transformers
 
 from colibri_jax.config import FAMILIES, GQAConfig, MLAConfig, ModelConfig, RopeConfig, YarnConfig
 from colibri_jax.container import checkpoints, convert
@@ -46,10 +47,12 @@ def run(case: Case, config: ModelConfig | None = None, params: dict[str, np.ndar
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_experts_and_weights_equal_transformers(name: str) -> None:
+def test_logits_experts_and_weights_equal_transformers(name: str, record_property: Callable[[str, object], None]) -> None:
     case = CASES[name]
     lm, logits = run(case)
-    assert relative_error(logits, golden(case, "logits")) < TOLERANCE
+    error = relative_error(logits, golden(case, "logits"))
+    record_property("error", against_transformers(case.config["model_type"], error, TOLERANCE))
+    assert error < TOLERANCE
     chosen, weights = golden(case, "chosen"), golden(case, "weights")
     assert len(lm.selections) == len(chosen) > 0
     for selection, ids, gate in zip(lm.selections, chosen, weights, strict=True):

@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "routing_spec": {"errors"},
     "layer_spec": {"errors", "routing_spec"},
     "families": {"errors", "routing_spec", "layer_spec"},
-    "config": {"errors", "layer_spec", "families"},
+    "config": {"errors", "routing_spec", "layer_spec", "families"},
     "tensors": {"errors", "config", "routing_spec"},
     "stats": {"errors", "routing_spec"},
     "quant": {"errors"},

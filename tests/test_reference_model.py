@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from oracles import random_glm
+from recorded import against_transformers
 
 from colibri_jax.config import ModelConfig
 from colibri_jax.errors import (
@@ -60,13 +61,15 @@ def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("case", range(random_glm.N_CASES))
-def test_logits_and_chosen_experts_equal_transformers(case: int) -> None:
+def test_logits_and_chosen_experts_equal_transformers(case: int, record_property: Callable[[str, object], None]) -> None:
     # Both forms of attention, one per case: that they agree is a test of its own.
     lm = make(case, mla_form="expanded" if case % 3 == 0 else "absorbed")
     logits = lm.forward(random_glm.tokens_of(case), scope="prefill")
     with np.load(GOLDENS) as goldens:
         expected, chosen, weights = (goldens[f"{case}/{name}"] for name in ("logits", "chosen", "weights"))
-    assert relative_error(logits, expected) < TOLERANCE
+    error = relative_error(logits, expected)
+    record_property("error", against_transformers("glm_moe_dsa", error, TOLERANCE))
+    assert error < TOLERANCE
     assert len(lm.selections) == len(chosen)
     for selection, ids, gate in zip(lm.selections, chosen, weights, strict=True):
         order = np.argsort(selection.ids, axis=1)

@@ -1,6 +1,7 @@
 """Reference and native `select_experts` on masses of random cases: equal in every field, or this command fails.
 
     python validation/selection_cases.py --cases 100000 [--seed 0] [--json]
+    python validation/selection_cases.py --platform gpu --seconds 150
 
 Cases come in blocks that share a router and options and differ in their logits; blocks come in families that share every shape.
 A block is a function of (seed, number) alone: `make_block` gives it again. The reference answers in batches (`select_many`); a
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import click
+import jax
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
@@ -307,9 +309,9 @@ class Tally:
         return found
 
 
-def compare(cases: int, seed: int, sides: dict[str, Select], console: Console) -> Tally:
-    """Run `cases` cases through both sides under a progress bar."""
-    tally = Tally()
+def compare(cases: int, seed: int, sides: dict[str, Select], console: Console, seconds: float | None = None) -> Tally:
+    """Run `cases` cases, or fewer if that takes longer than `seconds`, through both sides under a progress bar."""
+    tally, begin = Tally(), time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("select_experts", total=cases)
@@ -317,6 +319,8 @@ def compare(cases: int, seed: int, sides: dict[str, Select], console: Console) -
         while some := list(itertools.islice(blocks, BLOCKS_AT_ONCE)):
             tally.add_blocks(some, sides)
             progress.update(task, completed=tally.cases)
+            if seconds is not None and time.perf_counter() - begin >= seconds:
+                break
     return tally
 
 
@@ -353,16 +357,24 @@ def _print(tally: Tally, console: Console) -> None:
 @click.command()
 @click.option("--cases", type=click.IntRange(min=1), default=100_000, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seconds", type=click.FloatRange(min=0), help="Stop after this time, at the end of a portion of cases.")
+@click.option("--platform", help="Where the reference runs, as JAX names it: cpu, gpu, tpu. Default: JAX's own choice.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def main(cases: int, seed: int, as_json: bool) -> None:
+def main(cases: int, seed: int, seconds: float | None, platform: str | None, as_json: bool) -> None:
     """Compare reference and native select_experts on random cases; exit 1 unless equal and every event was frequent."""
-    tally = compare(cases, seed, {"reference": by_reference, "native": by_native}, Console(stderr=True))
+    try:
+        device = jax.devices(platform)[0]
+    except RuntimeError as error:
+        raise click.ClickException(f"no such device: {error}") from error
+    with jax.default_device(device):
+        tally = compare(cases, seed, {"reference": by_reference, "native": by_native}, Console(stderr=True), seconds)
     failures = tally.failures()
     if as_json:
         # Not asdict: it would make a Counter of a Counter's pairs.
         found = vars(tally) | {"first_differences": [vars(difference) for difference in tally.first_differences]}
-        click.echo(json.dumps(found | {"seed": seed, "failures": failures}))
+        click.echo(json.dumps(found | {"seed": seed, "device": device.device_kind, "failures": failures}))
     else:
+        click.echo(f"reference on {device.device_kind}")
         _print(tally, Console())
     for failure in failures:
         click.echo(f"FAILED: {failure}", err=True)

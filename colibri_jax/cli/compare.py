@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import json
+import math
+import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 
-from colibri_jax.cli.options import effective_options, model_argument, model_directory, routing_from, routing_options
+from colibri_jax.cli.options import (
+    BYTES_PER_GB,
+    effective_options,
+    model_argument,
+    model_directory,
+    parse_gigabytes,
+    routing_from,
+    routing_options,
+)
+from colibri_jax.config import ModelConfig
 from colibri_jax.container.directory import read_config
 from colibri_jax.errors import OptionError
 from colibri_jax.generate.notes import budget_notes
+from colibri_jax.tensors import tensor_specs
 from colibri_jax.tokenizer import ChatTokenizer
 
 EXIT_DIFFERENT = 1
+
+MOST_LAYERS = 10_000
+# Share of the free memory that the reference may take before "auto" loads it layer by layer; the rest is for what it computes.
+MEMORY_SHARE = 0.7
 
 EPILOG = """\b
 The four comparisons
@@ -32,8 +48,35 @@ The four comparisons
   (iv)  The whole model as shipped: differing selections, KLD and the first
         differing greedy token, with margins.
 \b
-Exit status: 0 when all hold, 1 when one does not.
+Models larger than memory
+  The native engine runs first and is let go. The reference then takes all steps
+  through one layer after the other. "--residency all" holds all of its layers
+  in memory, float32 in (iii): 4 bytes a parameter. "--residency layer" holds one
+  at a time (embedding and head count as one each), and of its experts the kept
+  ones, 8 at a time, read from disk as they are needed: slow, but then memory
+  need only hold the engine ("--ram-gb") or the largest layer. "auto" takes
+  "layer" where the parameters would not fit, and says so; the greedy tokens,
+  for which every token would load all layers anew, are then left out unless
+  "--greedy" asks for them.
+  To check a few layers of a very large model, name them:
+      colibri-jax compare DIR --layers 3,40-42 --ram-gb 16 --tokens 16
+\b
+Exit status: 0 when all that were done hold, 1 when one does not.
 """
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Numbers and ranges, both ends included, separated by commas."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        bounds = (first, last if dash else first)
+        if not all(bound.isascii() and bound.isdigit() for bound in bounds) or int(bounds[0]) > int(bounds[1]):
+            raise click.BadParameter(f"{text!r} is not a list such as 3,40-42")
+        if int(bounds[1]) >= MOST_LAYERS:
+            raise click.BadParameter(f"no model has a layer {bounds[1]}")
+        found.update(range(int(bounds[0]), int(bounds[1]) + 1))
+    return tuple(sorted(found))
 
 
 @click.command(epilog=EPILOG)
@@ -64,7 +107,28 @@ Exit status: 0 when all hold, 1 when one does not.
 )
 @routing_options
 @click.option(
-    "--cache-experts", type=click.IntRange(min=1), default=8, show_default=True, help="Cache of the native engine; changes no result."
+    "--layers",
+    type=parse_layers,
+    metavar="A,B-C",
+    help="Do (i) and (ii) on these layers alone, say 3,40-42. One that shares another's choice of positions brings that one along.",
+)
+@click.option(
+    "--residency",
+    type=click.Choice(["auto", "all", "layer"]),
+    default="auto",
+    show_default=True,
+    help="How much of the reference to hold in memory; see below. Changes no result.",
+)
+@click.option(
+    "--cache-experts", type=click.IntRange(min=1), help="Experts per layer that the native engine keeps; changes no result.  [default: 8]"
+)
+@click.option(
+    "--ram-gb",
+    type=parse_gigabytes,
+    metavar="GB",
+    envvar="RAM_GB",
+    show_envvar=True,
+    help="Memory the native engine may allocate, instead of a count of experts.",
 )
 @click.option("--group-size", type=click.IntRange(min=1), help="Quantisation group of an untagged container that allows several readings.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -81,7 +145,14 @@ def compare(ctx: click.Context, /, **_: Any) -> None:
     routing, scopes = routing_from(options)
     if value["text"] and options["prompt"].source == "flag":
         raise OptionError("two sources of tokens", where="--prompt, --text", expected="one of them", got="both")
-    for note in budget_notes(read_config(directory)[0], routing, scopes, largest_prefill_step=value["prefill"]):
+    config = read_config(directory)[0]
+    residency, notes = _residency(value["residency"], config, value["layers"])
+    if residency == "layer" and options["greedy"].source == "default" and value["layers"] is None:
+        value["greedy"] = 0
+        notes.append("no greedy tokens, for which every token would load all layers anew: --greedy N asks for them")
+    for note in notes:
+        click.echo(note, err=True)
+    for note in budget_notes(config, routing, scopes, largest_prefill_step=value["prefill"]):
         click.echo(note, err=True)
     tokenizer = ChatTokenizer.from_directory(directory)
     prompt_ids = (
@@ -106,6 +177,9 @@ def compare(ctx: click.Context, /, **_: Any) -> None:
                 tokens=value["tokens"], prefill=value["prefill"], verify_rows=value["verify_rows"], greedy=value["greedy"]
             ),
             cache_experts=value["cache_experts"],
+            ram_bytes=None if value["ram_gb"] is None else round(value["ram_gb"] * BYTES_PER_GB),
+            residency=residency,
+            layers=value["layers"],
             group_size=value["group_size"],
             progress=progress,
         )
@@ -114,6 +188,24 @@ def compare(ctx: click.Context, /, **_: Any) -> None:
     else:
         click.echo("\n".join(report.lines()))
     ctx.exit(0 if report.passed else EXIT_DIFFERENT)
+
+
+def _residency(asked: str, config: ModelConfig, layers: tuple[int, ...] | None) -> tuple[Literal["all", "layer"], list[str]]:
+    """How the reference is held in memory, and what to say about it."""
+    from colibri_jax.engine.options import free_memory_bytes
+
+    if asked != "auto":
+        return ("all" if asked == "all" else "layer"), []
+    if layers is not None:
+        return "layer", []
+    needed, free = 4 * sum(math.prod(spec.shape) for spec in tensor_specs(config)), free_memory_bytes()
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        free = min(free, limit)
+    if needed <= MEMORY_SHARE * free:
+        return "all", []
+    sizes = f"{needed / BYTES_PER_GB:.1f} GB in float32, {free / BYTES_PER_GB:.1f} GB free"
+    return "layer", [f"the reference is held one layer at a time ({sizes}); --residency all holds all of it"]
 
 
 def _text_ids(tokenizer: ChatTokenizer, path: Path, n: int) -> list[int]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
 
 import numpy as np
 import numpy.typing as npt
 
-from colibri_jax.compare.step import Float32, Mask, NativeStep, follow_layer
+from colibri_jax.compare.step import Float32, Mask, NativeStep, Walk, finish, follow_layer
 from colibri_jax.reference.layer import LayerResult
 from colibri_jax.reference.model import ReferenceModel
 from colibri_jax.reference.quantized import RecordedActivations, activation_codes, recorded_activations
@@ -63,10 +62,22 @@ def compare_parts(step: NativeStep, reference: ReferenceModel, result: PartByPar
     Args:
         reference: of the same container and precision; its own state is not touched.
     """
+    finish(walk_parts(step, reference, result))
+
+
+def walk_parts(step: NativeStep, reference: ReferenceModel, result: PartByPart, layers: Collection[int] | None = None) -> Walk:
+    """The same as a walk; of some layers only, without embedding and head, if `layers` says so.
+
+    Where a layer shares another's choice of positions, `layers` holds that one too.
+    """
     trace, config = step.trace, reference.config
-    _count("embedding", step, [(reference.embed(step.tokens), trace["hidden"][0])], None, result)
+    if layers is None:
+        _count("embedding", step, [(reference.embed(step.tokens), trace["hidden"][0])], None, result)
     chosen_TS: Mask | None = None
     for layer in range(config.n_layers):
+        yield
+        if layers is not None and layer not in layers:
+            continue
         got, chosen_TS = follow_layer(step, reference, layer, trace["hidden"][layer], step.cache(layer, step.start), chosen_TS)
         if config.sparse[layer]:
             _compare_selection(step, reference, layer, result)
@@ -74,8 +85,11 @@ def compare_parts(step: NativeStep, reference: ReferenceModel, result: PartByPar
             _compare_attended(step, layer, chosen_TS, result)
         pairs = _layer_pairs(step, layer, got, slice(0, len(step.tokens)))
         _count(f"layer {layer}", step, pairs, functools.partial(examine_row, step, reference, layer), result)
-    logits_TW = reference.score(reference.normed(trace["hidden"][-1]))
-    _count("head", step, [(logits_TW, step.logits_TW)], None, result)
+    yield
+    if layers is None:
+        logits_TW = reference.score(reference.normed(trace["hidden"][-1]))
+        _count("head", step, [(logits_TW, step.logits_TW)], None, result)
+    yield
 
 
 def _compare_selection(step: NativeStep, reference: ReferenceModel, layer: int, result: PartByPart) -> None:
@@ -100,11 +114,11 @@ def _layer_pairs(step: NativeStep, layer: int, got: LayerResult, rows: slice) ->
     """What a layer made of some rows of a step, the reference's and the native: output, cache rows, router logits."""
     pairs = [(got.hidden_TD, step.trace["hidden"][layer + 1][rows])]
     new = slice(step.start + rows.start, step.start + rows.stop)
-    for ours, theirs in zip(got.cache, step.cache(layer, step.native.position), strict=True):
+    for ours, theirs in zip(got.cache, step.cache(layer, step.stop), strict=True):
         if ours is not None and theirs is not None:
             pairs.append((np.asarray(ours)[new], np.asarray(theirs)[new]))
     if got.router_logits_TE is not None:
-        logits_TE = step.trace["router_logits"][step.native.config.moe_layers.index(layer)]
+        logits_TE = step.trace["router_logits"][step.moe_index(layer)]
         pairs.append((got.router_logits_TE, logits_TE[rows]))
     return pairs
 
@@ -164,7 +178,7 @@ def examine_row(step: NativeStep, reference: ReferenceModel, layer: int, row: in
 
 
 def _crossed(step: NativeStep, layer: int, row: int, recorded: RecordedActivations) -> str:
-    for name, theirs_X in _inputs_of_row(step.trace, layer, row):
+    for name, theirs_X in _inputs_of_row(step, layer, row):
         # Inputs of one width are told apart by their values: only the true counterpart agrees within a few ulp.
         candidates = [(x_TX[0], group) for x_TX, group in recorded if x_TX.shape[1] == theirs_X.size]
         if not candidates:
@@ -179,9 +193,8 @@ def _crossed(step: NativeStep, layer: int, row: int, recorded: RecordedActivatio
     return ""
 
 
-def _inputs_of_row(trace: dict[str, Any], layer: int, row: int) -> list[tuple[str, Float32]]:
+def _inputs_of_row(step: NativeStep, layer: int, row: int) -> list[tuple[str, Float32]]:
     found = []
-    for at, name, rows, values in trace["inputs"]:
-        if at == layer:
-            found += [(name, values[i]) for i in np.flatnonzero(rows == row)]
+    for _, name, rows, values in step.inputs(layer):
+        found += [(name, values[i]) for i in np.flatnonzero(rows == row)]
     return found

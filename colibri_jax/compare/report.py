@@ -31,39 +31,44 @@ class Greedy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareReport:
-    """The four comparisons of one container under one set of routing options."""
+    """The four comparisons of one container under one set of routing options; the first two alone where `layers` names some."""
 
     model: str
     routing: str
     tokens: int
     steps: str
     parts: PartByPart
-    float_activations: WholeModel
-    shipped: WholeModel
+    float_activations: WholeModel | None
+    shipped: WholeModel | None
     greedy: Greedy | None
+    layers: tuple[int, ...] | None = None
 
     @property
     def verdicts(self) -> dict[str, bool]:
         """Which comparisons hold. (iv) claims nothing beyond its own counts, except for the greedy tokens."""
         parts, floats = self.parts, self.float_activations
-        return {
+        verdicts = {
             "selections": not parts.selection_differences and not parts.attended_differences,
             "layers": parts.rows_within >= ROW_SHARE * parts.rows and all(d.explanation for d in parts.deviations),
-            "float activations": max(floats.worst_logit_error, floats.worst_router_error) <= W4A32_RELATIVE_ERROR
-            and all(tie.explained for tie in floats.differing_rows),
-            "as shipped": self.greedy is None or self.greedy.passed,
         }
+        if floats is not None:
+            errors = max(floats.worst_logit_error, floats.worst_router_error)
+            verdicts["float activations"] = errors <= W4A32_RELATIVE_ERROR and all(tie.explained for tie in floats.differing_rows)
+        if self.shipped is not None:
+            verdicts["as shipped"] = self.greedy is None or self.greedy.passed
+        return verdicts
 
     @property
     def passed(self) -> bool:
-        """Whether all four hold."""
+        """Whether all that were done hold."""
         return all(self.verdicts.values())
 
     def lines(self) -> list[str]:
         """The report as text."""
-        parts, floats, shipped = self.parts, self.float_activations, self.shipped
-        lines = [
-            f"{self.model}: {self.tokens} teacher-forced tokens ({self.steps}), {self.routing}",
+        parts = self.parts
+        only = "" if self.layers is None else f", layers {', '.join(map(str, self.layers))} only"
+        return [
+            f"{self.model}: {self.tokens} teacher-forced tokens ({self.steps}), {self.routing}{only}",
             f"{_mark(self.verdicts['selections'])} (i) selections on equal router logits: {parts.selections} compared in every field, "
             f"{parts.selections_cut} of them cut by the budget, {len(parts.selection_differences)} differ" + _attended(parts),
             *_listed(parts.selection_differences + parts.attended_differences),
@@ -71,11 +76,21 @@ class CompareReport:
             f"{_share(parts.equal_rows, parts.rows)} of rows equal in every bit, "
             f"{_share(parts.rows_within, parts.rows)} within {FEW_ULPS:g} ulp (worst of these {parts.worst_ulps:.2g})",
             *_listed(f"{d.part}, position {d.position}: {d.ulps:.3g} ulp; {d.explanation or 'not explained'}" for d in parts.deviations),
+            *([] if self.float_activations is None else self._float_lines(self.float_activations)),
+            *([] if self.shipped is None else self._shipped_lines(self.shipped)),
+        ]
+
+    def _float_lines(self, floats: WholeModel) -> list[str]:
+        return [
             f"{_mark(self.verdicts['float activations'])} (iii) whole model, float32 activations, on the same choices: "
             f"largest relative error of logits {floats.worst_logit_error:.2e}, of router logits {floats.worst_router_error:.2e} "
             f"(bound {W4A32_RELATIVE_ERROR:.0e}); {len(floats.differing_rows)} rows would choose other experts"
             + (f", {floats.differing_attended} attend to other positions" if floats.differing_attended else ""),
             *_listed(map(_tie, floats.differing_rows)),
+        ]
+
+    def _shipped_lines(self, shipped: WholeModel) -> list[str]:
+        lines = [
             f"{_mark(self.verdicts['as shipped'])} (iv) whole model as shipped: logits of "
             f"{_share(shipped.equal_positions, shipped.positions)} of positions equal in every bit; "
             f"{len(shipped.differing_rows)} rows chose other experts; "

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from colibri_jax.compare.step import Float32, NativeStep, follow_layer
+from colibri_jax.compare.step import Float32, Mask, NativeStep, Walk, finish, follow_layer
+from colibri_jax.reference.layer import LayerResult
 from colibri_jax.reference.model import ReferenceModel
 from colibri_jax.reference.routing import select_experts
 from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Selection
@@ -54,38 +55,68 @@ class WholeModel:
     """First position with another greedy token: its position, the reference's top-2 margin, the largest logit difference."""
 
 
-class Follower:
-    """A reference that takes the native engine's experts and attended positions, and says where it would take others.
-
-    So one near-tie does not hide everything that comes after it.
-    """
+class OwnChoices:
+    """A reference that goes its own way on the native engine's tokens."""
 
     def __init__(self, reference: ReferenceModel) -> None:
         self._reference = reference
         self._caches = list(reference.caches)
 
     def step(self, step: NativeStep, result: WholeModel) -> None:
-        """Do the step that the native engine has just done, and count it into `result`."""
+        """Do the step that the native engine has done, and count it into `result`. Steps follow each other from position 0."""
+        finish(self.walk(step, result))
+
+    def walk(self, step: NativeStep, result: WholeModel) -> Walk:
+        """The same as a walk. Steps follow each other within a layer."""
         reference = self._reference
-        hidden_TD, chosen_TS, logits = reference.embed(step.tokens), None, []
+        hidden_TD, chosen_TS = reference.embed(step.tokens), None
         for layer in range(reference.config.n_layers):
-            done, chosen_TS = follow_layer(step, reference, layer, hidden_TD, self._caches[layer], chosen_TS)
+            yield
+            done, chosen_TS = self._layer(step, layer, hidden_TD, chosen_TS, result)
             hidden_TD, self._caches[layer] = done.hidden_TD, done.cache
-            if chosen_TS is not None:
-                result.differing_attended += int((chosen_TS != step.attended(layer)).any(axis=1).sum())
-            if done.router_logits_TE is not None:
-                logits.append(done.router_logits_TE)
-        for ours_TE, theirs_TE in zip(logits, step.trace["router_logits"], strict=True):
-            result.worst_router_error = max(result.worst_router_error, _relative_error(ours_TE, theirs_TE))
-        selections = [select_experts(logits_TE, _router(reference, i), step.options(i)) for i, logits_TE in enumerate(logits)]
-        result.differing_rows += differing_rows(step, reference, selections, logits)
+            router = reference.router(layer)
+            if router is not None and done.router_logits_TE is not None:
+                selection = self._selection(step, layer, router, done)
+                result.differing_rows += _differing_rows(step, layer, router, selection, done.router_logits_TE)
+        yield
         _count_logits(step, reference.score(reference.normed(hidden_TD)), result)
+        yield
+
+    def _layer(
+        self, step: NativeStep, layer: int, hidden_TD: Float32, chosen_TS: Mask | None, result: WholeModel
+    ) -> tuple[LayerResult, Mask | None]:
+        """A layer, and the positions that the reference itself would attend to in it; None without DSA."""
+        indexer = self._reference.config.indexer
+        attended_TS = chosen_TS if indexer is not None and indexer.kinds[layer] == "shared" else None
+        done = self._reference.layer_step(layer, hidden_TD, self._caches[layer], step.start, scope=step.scope, attended_TS=attended_TS)
+        return done, done.attended_TS
+
+    def _selection(self, step: NativeStep, layer: int, router: RouterSpec, done: LayerResult) -> Selection:
+        """What the reference itself would choose."""
+        assert done.selection is not None
+        return done.selection
 
 
-def compare_step(step: NativeStep, reference: ReferenceModel, reference_TW: Float32, result: WholeModel) -> None:
-    """Count one step that both models have just done on the same tokens, each by its own choices, into `result`."""
-    result.differing_rows += differing_rows(step, reference, reference.selections, reference.router_logits)
-    _count_logits(step, reference_TW, result)
+class Follower(OwnChoices):
+    """A reference that takes the native engine's experts and attended positions, and says where it would take others.
+
+    So one near-tie does not hide everything that comes after it.
+    """
+
+    def _layer(
+        self, step: NativeStep, layer: int, hidden_TD: Float32, chosen_TS: Mask | None, result: WholeModel
+    ) -> tuple[LayerResult, Mask | None]:
+        done, chosen_TS = follow_layer(step, self._reference, layer, hidden_TD, self._caches[layer], chosen_TS)
+        if chosen_TS is not None:
+            result.differing_attended += int((chosen_TS != step.attended(layer)).any(axis=1).sum())
+        if done.router_logits_TE is not None:
+            error = _relative_error(done.router_logits_TE, step.trace["router_logits"][step.moe_index(layer)])
+            result.worst_router_error = max(result.worst_router_error, error)
+        return done, chosen_TS
+
+    def _selection(self, step: NativeStep, layer: int, router: RouterSpec, done: LayerResult) -> Selection:
+        assert done.router_logits_TE is not None
+        return select_experts(done.router_logits_TE, router, step.options(step.moe_index(layer)))
 
 
 def top2_margin(logits_W: Float32) -> float:
@@ -104,12 +135,18 @@ def differing_rows(
     """
     found = []
     for index, layer in enumerate(reference.config.moe_layers):
-        ours, theirs = selections[index], step.native.selections[index]
-        rows = np.flatnonzero((ours.ids != theirs.ids).any(axis=1))
-        if not rows.size:
-            continue
-        router, options = _router(reference, index), step.options(index)
-        both_TE = logits[index], step.trace["router_logits"][index]
+        router = reference.router(layer)
+        assert router is not None
+        found += _differing_rows(step, layer, router, selections[index], logits[index])
+    return found
+
+
+def _differing_rows(step: NativeStep, layer: int, router: RouterSpec, ours: Selection, logits_TE: Float32) -> list[NearTie]:
+    index, found = step.moe_index(layer), []
+    theirs = step.selections[index]
+    rows = np.flatnonzero((ours.ids != theirs.ids).any(axis=1))
+    if rows.size:
+        both_TE, options = (logits_TE, step.trace["router_logits"][index]), step.options(index)
         defined = select_experts(both_TE[1], router, options)
         for row in rows:
             margin, difference = _margin(ours, theirs, int(row), both_TE, router, options)
@@ -149,12 +186,6 @@ def _scores(logits: Float32, router: RouterSpec) -> Float64:
     if router.score == "sigmoid":
         return np.asarray(1.0 / (1.0 + np.exp(-z)))
     return np.exp(_log_softmax(z))
-
-
-def _router(reference: ReferenceModel, index: int) -> RouterSpec:
-    router = reference.router(reference.config.moe_layers[index])
-    assert router is not None
-    return router
 
 
 def _relative_error(ours_TX: Float32, theirs_TX: Float32) -> float:

@@ -130,9 +130,13 @@ class NativeModel:
         finally:
             self._running.release()
 
-    def set_trace(self, on: bool) -> None:
-        """Keep every layer's input, router logits and attended positions of the following steps."""
-        self._engine.set_trace(on)
+    def set_trace(self, on: bool, *, inputs: Literal["all", "none"] | int = "all") -> None:
+        """Keep every layer's input, router logits and attended positions of the following steps.
+
+        Args:
+            inputs: whose quantiser inputs to keep as well: of all layers, of none, or of one. They are many times the rest.
+        """
+        self._engine.set_trace(on, {"all": -1, "none": None}[inputs] if isinstance(inputs, str) else inputs)
 
     @property
     def trace(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from colibri_jax.errors import NonFiniteActivationError, NonFiniteLogitError, Sh
 from colibri_jax.reference import attention, gqa
 from colibri_jax.reference.attention import MLAForm, MLAWeights, Rope, load_mla, rms_norm
 from colibri_jax.reference.gqa import GQAWeights, load_gqa
-from colibri_jax.reference.moe import MLPWeights, MoEWeights, mlp, moe, router_logits, weights_by_expert
+from colibri_jax.reference.moe import MLPWeights, MoEWeights, add_experts, mlp, moe, router_logits, weights_by_expert, with_shared
 from colibri_jax.reference.quantized import (
     HostMatrix,
     Matrix,
@@ -43,6 +43,8 @@ Float32 = npt.NDArray[np.float32]
 ExpertResidency = Literal["all", "kept"]
 
 _SMALLEST_CACHE_BUCKET = 64
+# With residency "kept": a step that keeps hundreds of experts has this many of them on the device at a time.
+_EXPERTS_AT_ONCE = 8
 
 
 class LayerCache(NamedTuple):
@@ -226,17 +228,21 @@ def run_layer(
             raise ShapeError(
                 "selection", where=layer.name, expected=expected, got=f"{selection.ids.shape[0]} rows up to {selection.ids.max()}"
             )
-        hidden = _moe_block(hidden, mlp_input, *_experts_of(layer, selection, rows))
+        if layer.experts is None:
+            hidden = _moe_by_parts(layer, hidden, mlp_input, selection, rows)
+        else:
+            weights_TE = weights_by_expert(selection, np.arange(logits_TE.shape[1]), rows)
+            hidden = _moe_block(hidden, mlp_input, MoEWeights(layer.experts, layer.shared), weights_TE)
     result_TD = np.asarray(hidden)[:n_rows]
     check_finite(result_TD, f"{layer.name}, MLP")
     attended_out = None if attended is None else np.asarray(attended)[:n_rows, :n_total]
     return LayerResult(result_TD, new_cache, attended_out, logits_TE, selection)
 
 
-def empty_cache(layer: Layer, config: ModelConfig) -> LayerCache:
-    """The cache of no positions. Caches grow by powers of two as steps need."""
+def empty_cache(config: ModelConfig, layer: int) -> LayerCache:
+    """The cache of no positions, of a trunk layer or the MTP block's (`layer == n_layers`). Caches grow by powers of two."""
     index = None
-    if layer.attention.indexer is not None and config.indexer is not None:
+    if config.indexer is not None and (layer == config.n_layers or config.indexer.kinds[layer] == "full"):
         index = np.zeros((_SMALLEST_CACHE_BUCKET, config.indexer.head_dim), np.float32)
     return LayerCache(np.zeros((_SMALLEST_CACHE_BUCKET, config.attention.cache_width), np.float32), index)
 
@@ -323,20 +329,30 @@ def _moe_block(hidden_TD: jax.Array, x_TD: jax.Array, weights: MoEWeights, weigh
     return hidden_TD + moe(x_TD, weights, weights_TE)
 
 
+_add_experts = jax.jit(add_experts)
+
+
+@jax.jit
+def _end_of_moe(hidden_TD: jax.Array, routed_TD: jax.Array, x_TD: jax.Array, shared: MLPWeights | None) -> jax.Array:
+    return hidden_TD + with_shared(routed_TD, x_TD, shared)
+
+
 # ---- helpers ----------------------------------------------------------------------------------------------------
 
 
-def _experts_of(layer: Layer, selection: Selection, rows: int) -> tuple[MoEWeights, jax.Array]:
-    assert layer.router_weight is not None
-    if layer.experts is not None:
-        ids = np.arange(layer.router_weight.shape[0])
-        return MoEWeights(layer.experts, layer.shared), jnp.asarray(weights_by_expert(selection, ids, rows))
-    # Filled up with an expert that has no weight, so that the number of kept experts is not part of compiled shapes.
-    kept = [int(expert) for expert in selection.kept] or [0]
-    ids = np.asarray(kept + kept[-1:] * (bucket(len(kept)) - len(kept)))
-    dense = weights_by_expert(selection, ids, rows)
-    dense[:, len(kept) :] = 0.0
-    return MoEWeights(layer.load_experts(ids.tolist()), layer.shared), jnp.asarray(dense)
+def _moe_by_parts(layer: Layer, hidden_TD: jax.Array, x_TD: jax.Array, selection: Selection, rows: int) -> jax.Array:
+    """As `_moe_block`, with the kept experts loaded and dropped a few at a time."""
+    kept, routed_TD = [int(expert) for expert in selection.kept], jnp.zeros_like(x_TD)
+    for begin in range(0, len(kept), _EXPERTS_AT_ONCE):
+        some = kept[begin : begin + _EXPERTS_AT_ONCE]
+        # Filled up with an expert that has no weight, so that the number of kept experts is not part of compiled shapes.
+        ids = some + some[-1:] * (bucket(len(some)) - len(some))
+        weights_TE = weights_by_expert(selection, np.asarray(ids), rows)
+        weights_TE[:, len(some) :] = 0.0
+        routed_TD = _add_experts(routed_TD, x_TD, layer.load_experts(ids), weights_TE)
+        routed_TD.block_until_ready()  # before the next ones are loaded: what is still computing keeps its experts
+    end_TD: jax.Array = _end_of_moe(hidden_TD, routed_TD, x_TD, layer.shared)
+    return end_TD
 
 
 def _load(params: Params, spec: TensorSpec, precision: Precision) -> HostMatrix:
@@ -345,8 +361,11 @@ def _load(params: Params, spec: TensorSpec, precision: Precision) -> HostMatrix:
 
 
 def _load_experts(params: Params, specs: Mapping[str, TensorSpec], layer: int, ids: Sequence[int], precision: Precision) -> MLPWeights:
-    roles = [expert_roles(layer, expert) for expert in ids]
-    return MLPWeights(*(stack_to_device([_load(params, specs[role], precision) for role in part]) for part in zip(*roles, strict=True)))
+    def stack(part: int) -> Matrix:
+        loaded = {expert: _load(params, specs[expert_roles(layer, expert)[part]], precision) for expert in dict.fromkeys(ids)}
+        return stack_to_device([loaded[expert] for expert in ids])
+
+    return MLPWeights(*map(stack, range(len(EXPERT_PARTS))))
 
 
 def _grown(cache: LayerCache, size: int) -> LayerCache:

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from colibri_jax.config import ModelConfig
-from colibri_jax.errors import ConfigError, ContextOverflowError, OptionError, RewindError, ShapeError, TokenError
+from colibri_jax.errors import ConfigError, ContextOverflowError, MissingTensorError, OptionError, RewindError, ShapeError, TokenError
 from colibri_jax.reference.attention import MLAForm, final_norm, rope_table
 from colibri_jax.reference.layer import (
     ExpertResidency,
     Float32,
     Geometry,
+    Layer,
     LayerCache,
     LayerResult,
     Params,
@@ -28,11 +28,26 @@ from colibri_jax.reference.layer import (
     run_layer,
 )
 from colibri_jax.reference.mtp import MTPBlock
-from colibri_jax.reference.quantized import Matrix, Precision, check_stored, look_up_rows, prepare, product, to_device, zero_of
+from colibri_jax.reference.quantized import (
+    Matrix,
+    Precision,
+    StoredArray,
+    check_stored,
+    look_up_rows,
+    prepare,
+    product,
+    row_blocks,
+    to_device,
+    zero_of,
+)
+from colibri_jax.reference.residency import LayerResidency, Residency
 from colibri_jax.reference.routing import select_experts
 from colibri_jax.routing_spec import SCOPES, RouterSpec, RoutingOptions, Scope, Selection, check_scopes, check_step
 from colibri_jax.stats import ScopeStats, Stats
 from colibri_jax.tensors import tensor_specs
+
+# The head goes to the device in blocks of rows: in float32 a large vocabulary's takes gigabytes, and as much again on the way.
+_HEAD_ROWS = 1 << 14
 
 
 class ReferenceModel:
@@ -41,14 +56,17 @@ class ReferenceModel:
     Args:
         config: the model's description.
         params: arrays by role (`colibri_jax.tensors`), float32 or quantised. Any mapping; with `expert_residency="kept"`
-            routed experts are read from it in every step that keeps them.
+            routed experts are read from it in every step that keeps them, with `layer_residency="one"` all the rest too, whenever
+            another part is needed.
         precision: "full" (float32 everywhere), "w4a32" (quantised weights, float32 activations) or "w4a8" (the container's own
             arithmetic).
         routing: options for routing; by default nothing is changed.
         budget_scopes: where the budget acts; TOPK and TOPP act everywhere.
         context_positions: most positions; by default the model's own limit, at most 4096.
         mla_form: "absorbed" or "expanded"; nothing else than MLA reads it.
-        expert_residency: "all" keeps every routed expert on the device, "kept" only those of the step.
+        expert_residency: "all" keeps every routed expert on the device, "kept" only those of the step, a few at a time.
+        layer_residency: "all" keeps embedding, every layer and head in memory; "one" only the last of these parts that was used,
+            and no MTP block. It changes no result.
 
     Raises:
         MissingTensorError, ShapeError: `params` does not hold what `config` asks for.
@@ -66,11 +84,13 @@ class ReferenceModel:
         context_positions: int | None = None,
         mla_form: MLAForm = "absorbed",
         expert_residency: ExpertResidency = "all",
+        layer_residency: LayerResidency = "all",
     ) -> None:
         for where, value, known in (
             ("precision", precision, ("full", "w4a32", "w4a8")),
             ("mla_form", mla_form, ("absorbed", "expanded")),
             ("expert_residency", expert_residency, ("all", "kept")),
+            ("layer_residency", layer_residency, ("all", "one")),
         ):
             if value not in known:
                 raise OptionError(f"unknown {where}", where=where, expected=", ".join(known), got=value)
@@ -83,17 +103,23 @@ class ReferenceModel:
         self._geometry = Geometry(config.attention, config.indexer, config.rms_eps, mla_form)
         self._rope = rope_table(self._context, config.attention.rope)
 
-        specs = {spec.role: spec for spec in tensor_specs(config) if "." not in spec.role}
-        stored = {role: check_stored(params.get(role), spec.shape, role) for role, spec in specs.items()}
-        self._embed = stored["embed"]
-        # A tied head is the embedding's matrix, but its product is the head's.
-        head = prepare(stored.get("head", self._embed), storage="int8", precision=precision, role="head")
-        self._head = to_device(head)
-        self._final_norm = jnp.asarray(prepare(stored["final_norm"], storage="f32", precision=precision, role="final_norm"))
-        self._layers = [load_layer(params, config, layer, precision, expert_residency) for layer in range(config.n_layers)]
-        self._mtp = MTPBlock(params, config, precision, expert_residency) if config.n_mtp_layers else None
+        self._params, self._expert_residency = params, expert_residency
+        self._specs = {spec.role: spec for spec in tensor_specs(config)}
+        for role, spec in self._specs.items():
+            if role not in params:
+                raise MissingTensorError("the configuration asks for this tensor", where=role, expected=list(spec.shape), got="nothing")
+        self._parts = Residency(layer_residency)
+        norm = prepare(self._stored("final_norm"), storage="f32", precision=precision, role="final_norm")
+        self._final_norm = to_device(norm)
+        self._mtp = None
+        if layer_residency == "all":
+            self._embedding()
+            self._head()
+            for layer in range(config.n_layers):
+                self._layer(layer)
+            self._mtp = MTPBlock(params, config, precision, expert_residency) if config.n_mtp_layers else None
 
-        self._caches = [empty_cache(layer, config) for layer in self._layers]
+        self._caches = [empty_cache(config, layer) for layer in range(config.n_layers)]
         self._position = 0
         self._selections: tuple[Selection, ...] = ()
         self._router_logits: tuple[Float32, ...] = ()
@@ -147,7 +173,7 @@ class ReferenceModel:
 
     def router(self, layer: int) -> RouterSpec | None:
         """A trunk layer's router with its correction bias; None where the layer is dense."""
-        return self._layers[layer].router
+        return self._layer(layer).router
 
     @property
     def hidden(self) -> Float32:
@@ -218,7 +244,7 @@ class ReferenceModel:
 
     def embed(self, tokens: npt.NDArray[np.integer]) -> Float32:
         """float32 [T, D]: the residual stream before the first layer."""
-        return look_up_rows(self._embed, tokens)
+        return look_up_rows(self._embedding(), tokens)
 
     def layer_step(
         self,
@@ -258,17 +284,17 @@ class ReferenceModel:
             return selection if selection is not None else select_experts(logits_TE, router, self._effective(moe_index, scope))
 
         return run_layer(
-            self._layers[layer], hidden_TD, cache, start, rope=self._rope, geometry=self._geometry, attended_TS=attended_TS, select=select
+            self._layer(layer), hidden_TD, cache, start, rope=self._rope, geometry=self._geometry, attended_TS=attended_TS, select=select
         )
 
     def normed(self, hidden_TD: Float32) -> Float32:
         """float32 [T, D]: the last layer's output through the final norm."""
-        return self._per_row(final_norm, hidden_TD, self._final_norm, zero_of(self._head), eps=self._config.rms_eps)
+        return self._per_row(final_norm, hidden_TD, self._final_norm, zero_of(self._head()[0]), eps=self._config.rms_eps)
 
     def score(self, normed_TD: Float32) -> Float32:
         """float32 [T, W]: logits of hidden states that went through the final norm (or the MTP block's)."""
         check_finite(normed_TD, "head")
-        return self._per_row(_score, normed_TD, self._head)
+        return np.concatenate([self._per_row(_score, normed_TD, rows) for rows in self._head()], axis=1)
 
     # ---- MTP ------------------------------------------------------------------------------------------------------
 
@@ -290,7 +316,12 @@ class ReferenceModel:
             TokenError, ContextOverflowError, ShapeError: nothing was appended.
         """
         if self._mtp is None:
-            raise ConfigError("the model has no MTP block", where="num_nextn_predict_layers", expected=1, got=0)
+            raise ConfigError(
+                "the model has no MTP block in memory",
+                where="num_nextn_predict_layers, layer_residency",
+                expected="1, all",
+                got=self._config.n_mtp_layers,
+            )
         ids = self._check_tokens(tokens_next, self._mtp.position)
         if trunk_hidden.shape != (ids.size, self._config.hidden_size):
             expected = [ids.size, self._config.hidden_size]
@@ -314,6 +345,25 @@ class ReferenceModel:
         if self._mtp is None or n < 0:
             raise RewindError("cannot drop that many rows", where="mtp_rewind", expected=f"0 to {self.mtp_position}", got=n)
         self._mtp.rewind_to(self._mtp.position - n)
+
+    # ---- parts in memory ------------------------------------------------------------------------------------------
+
+    def _stored(self, role: str) -> StoredArray:
+        return check_stored(self._params.get(role), self._specs[role].shape, role)
+
+    def _embedding(self) -> StoredArray:
+        return self._parts.get("embed", lambda: self._stored("embed"))
+
+    def _layer(self, layer: int) -> Layer:
+        return self._parts.get(layer, lambda: load_layer(self._params, self._config, layer, self._precision, self._expert_residency))
+
+    def _head(self) -> tuple[Matrix, ...]:
+        def load() -> tuple[Matrix, ...]:
+            # A tied head is the embedding's matrix, but its product is the head's.
+            blocks = row_blocks(self._stored("head" if "head" in self._specs else "embed"), _HEAD_ROWS)
+            return tuple(to_device(prepare(rows, storage="int8", precision=self._precision, role="head")) for rows in blocks)
+
+        return self._parts.get("head", load)
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 

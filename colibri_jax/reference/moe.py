@@ -72,6 +72,25 @@ def moe(x_TD: jax.Array, weights: MoEWeights, weights_TE: jax.Array) -> jax.Arra
     Args:
         x_TD: the layer's normed input.
         weights: n experts on the device.
+        weights_TE: as in `add_experts`.
+    """
+    return with_shared(add_experts(jnp.zeros_like(x_TD), x_TD, weights.experts, weights_TE), x_TD, weights.shared)
+
+
+def with_shared(routed_TD: jax.Array, x_TD: jax.Array, shared: MLPWeights | None) -> jax.Array:
+    """What the routed experts made, plus the shared ones, float32 [T, D]."""
+    return routed_TD if shared is None else routed_TD + mlp(x_TD, shared)
+
+
+def add_experts(sum_TD: jax.Array, x_TD: jax.Array, experts: MLPWeights, weights_TE: jax.Array) -> jax.Array:
+    """A sum of experts' outputs with more experts added, one after the other, float32 [T, D].
+
+    The sum goes by ascending id, so that calls with one part of the experts after the other give the bits of a single call.
+
+    Args:
+        sum_TD: of the experts before; zeros at first.
+        x_TD: the layer's normed input.
+        experts: a stack of n, ascending by id.
         weights_TE: float32 [T, n], 0 where a position does not use an expert. Experts that nobody uses are skipped.
     """
 
@@ -88,5 +107,5 @@ def moe(x_TD: jax.Array, weights: MoEWeights, weights_TE: jax.Array) -> jax.Arra
 
         return jax.lax.cond(jnp.any(weight_T != 0.0), add, lambda sum_TD: sum_TD, sum_TD), None
 
-    routed_TD, _ = jax.lax.scan(add_expert, jnp.zeros_like(x_TD), (weights.experts, weights_TE.T))
-    return routed_TD if weights.shared is None else routed_TD + mlp(x_TD, weights.shared)
+    total_TD: jax.Array = jax.lax.scan(add_expert, sum_TD, (experts, weights_TE.T))[0]
+    return total_TD

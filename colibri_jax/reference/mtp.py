@@ -60,7 +60,7 @@ class MTPBlock:
         self._joint = _Joint(enorm, hnorm, get("eh_proj"), norm)
         self._config = config
         self._layer: Layer = load_layer(params, config, config.n_layers, precision, residency)
-        self._cache: LayerCache = empty_cache(self._layer, config)
+        self._cache: LayerCache = empty_cache(config, config.n_layers)
         self.position = 0
 
     def forward(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -199,6 +200,16 @@ def look_up_rows(table: StoredArray, rows: npt.NDArray[np.integer]) -> npt.NDArr
     if not isinstance(table, QuantizedMatrix):
         return np.asarray(table[rows], np.float32)
     return QuantizedMatrix(table.q[rows], table.scales[rows], table.group_size, table.bits).dequantize()
+
+
+def row_blocks(value: StoredArray, rows: int) -> Iterator[StoredArray]:
+    """A stored matrix in blocks of so many rows, the last one perhaps shorter. A row's product does not depend on the others."""
+    for begin in range(0, stored_shape(value)[0], rows):
+        block = slice(begin, begin + rows)
+        if isinstance(value, QuantizedMatrix):
+            yield dataclasses.replace(value, q=value.q[block], scales=value.scales[block])
+        else:
+            yield value[block]
 
 
 def stored_shape(value: StoredArray) -> tuple[int, ...]:

@@ -155,7 +155,9 @@ class Engine {
     const std::vector<Selection>& selections() const;  // of the last step, one per MoE layer
     const StepReport& report() const;                  // of the last step
 
-    void set_trace(bool on);
+    // Quantiser inputs are many times the rest: none, those of all layers, or those of one (0 …).
+    static constexpr int64_t kNoInputs = -2, kAllInputs = -1;
+    void set_trace(bool on, int64_t inputs = kAllInputs);
     const Trace& trace() const;
     std::vector<float> kv_cache(int64_t layer) const;    // [position][cache_width]
     std::vector<float> index_keys(int64_t layer) const;  // [position][indexer dim]; empty where the layer shares

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 
 #include "bindings.h"
 #include "colibri/error.h"
@@ -256,7 +257,12 @@ void bind_engine(py::module_& module) {
         .def_property_readonly("position", [](PyEngine& self) { return self.engine().position(); })
         .def_property_readonly("selections", &PyEngine::selections)
         .def_property_readonly("report", [](PyEngine& self) { return report_dict(self.engine().report()); })
-        .def("set_trace", [](PyEngine& self, bool on) { self.engine().set_trace(on); })
+        .def(
+            "set_trace",
+            [](PyEngine& self, bool on, std::optional<int64_t> inputs) {
+                self.engine().set_trace(on, inputs.value_or(Engine::kNoInputs));
+            },
+            py::arg("on"), py::arg("inputs") = Engine::kAllInputs)
         .def_property_readonly("trace", &PyEngine::trace)
         .def("kv_cache", &PyEngine::kv_cache)
         .def("index_keys", &PyEngine::index_keys)

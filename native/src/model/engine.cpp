@@ -56,6 +56,7 @@ struct Engine::Impl {
     StepReport report;
     PhaseClock clock;
     bool tracing = false;
+    int64_t traced_inputs = kAllInputs;
     Trace trace;
     int64_t bytes_per_position = 0;
 
@@ -118,10 +119,10 @@ struct Engine::Impl {
         attention_scratch.attended.clear();
         MoEContext context{products, store.get(), store ? &options.store.experts[0][0] : nullptr, clock, report};
         trace = {};
-        products.trace = tracing ? &trace : nullptr;
         for (int64_t layer = 0; layer < model.layers; ++layer) {
             if (interrupted()) return false;
             products.trace_layer = layer;
+            products.trace = tracing && (traced_inputs == kAllInputs || traced_inputs == layer) ? &trace : nullptr;
             if (tracing) trace.hidden.emplace_back(hidden.data(), hidden.data() + n * width);
             try {
                 run_layer(context, layer, n, budget_acts);
@@ -242,7 +243,10 @@ void Engine::rewind(int64_t positions) {
 int64_t Engine::position() const { return impl_->position; }
 const std::vector<Selection>& Engine::selections() const { return impl_->selections; }
 const StepReport& Engine::report() const { return impl_->report; }
-void Engine::set_trace(bool on) { impl_->tracing = on; }
+void Engine::set_trace(bool on, int64_t inputs) {
+    impl_->tracing = on;
+    impl_->traced_inputs = inputs;
+}
 const Trace& Engine::trace() const { return impl_->trace; }
 std::string Engine::isa() const { return impl_->products.kernels().name; }
 const ExpertStore* Engine::store() const { return impl_->store.get(); }
