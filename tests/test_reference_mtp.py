@@ -11,6 +11,7 @@ from oracles import random_glm
 from colibri_jax.config import ModelConfig
 from colibri_jax.errors import ConfigError, RewindError, ShapeError, TokenError
 from colibri_jax.reference import ReferenceModel
+from colibri_jax.routing_spec import SCOPES, RoutingOptions
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens" / "glm_moe_dsa.npz"
 TOLERANCE = 2e-5  # of the largest logit, as for the trunk
@@ -78,3 +79,18 @@ def test_bad_calls_are_named_and_append_nothing() -> None:
     without = ReferenceModel(ModelConfig.from_hf(random_glm.hf_config(14)), random_glm.params_of(14))
     with pytest.raises(ConfigError, match="MTP"):
         without.mtp_forward([1], np.zeros((1, 37), np.float32))
+
+
+def test_the_budget_does_not_act_on_the_block_and_topk_does() -> None:
+    case = CASES[0]
+    config, params, tokens = ModelConfig.from_hf(random_glm.hf_config(case)), random_glm.params_of(case), random_glm.tokens_of(case)[:16]
+    trunk = np.random.default_rng(0).normal(size=(16, config.hidden_size)).astype(np.float32)
+
+    def drafts(routing: RoutingOptions) -> np.ndarray:
+        lm = ReferenceModel(config, params, context_positions=100, routing=routing, budget_scopes=SCOPES)
+        return lm.mtp_forward(tokens, trunk)
+
+    plain = drafts(RoutingOptions())
+    np.testing.assert_array_equal(drafts(RoutingOptions(budget=1)), plain)
+    np.testing.assert_array_equal(drafts(RoutingOptions(policy="coverage", coverage=0.1)), plain)
+    assert relative_error(drafts(RoutingOptions(expert_topk=1)), plain) > 100 * TOLERANCE
