@@ -6,6 +6,7 @@
 
 #include <memory>
 
+#include "../io/faults.h"
 #include "bindings.h"
 #include "colibri/error.h"
 #include "colibri/kernels.h"
