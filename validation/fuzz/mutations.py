@@ -6,7 +6,6 @@ arguments from the bytes that follow. Any input means something, and a mutated i
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import json
@@ -25,17 +24,17 @@ WEIGHTS_FILE = "out-00000.safetensors"
 CONFIG_FILE = "config.json"
 MOST_OPERATIONS = 6
 
-_COMMON = {"vocab_size": 6, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+_COMMON = {"vocab_size": 6, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
 _GLM = {
     **_COMMON,
     "model_type": "glm_moe_dsa",
     "intermediate_size": 6,
     "moe_intermediate_size": 4,
-    "n_routed_experts": 2,
+    "n_routed_experts": 1,
     "num_experts_per_tok": 1,
     "n_shared_experts": 1,
-    "num_nextn_predict_layers": 1,
-    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+    "first_k_dense_replace": 0,
     "kv_lora_rank": 8,
     "q_lora_rank": 8,
     "qk_rope_head_dim": 2,
@@ -44,11 +43,15 @@ _GLM = {
     "index_n_heads": 1,
     "index_head_dim": 4,
     "index_topk": 8,
-    "indexer_types": ["full", "shared"],
+    "indexer_types": ["full"],
 }
+_GLM_MTP = {**_GLM, "num_nextn_predict_layers": 1, "first_k_dense_replace": 1}
 _DEEPSEEK = {
     **{key: value for key, value in _GLM.items() if not key.startswith("index")},
     "model_type": "deepseek_v3",
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 0,
     "n_routed_experts": 4,
     "n_group": 2,
     "topk_group": 1,
@@ -63,7 +66,7 @@ _QWEN = {
     "num_experts_per_tok": 1,
     "intermediate_size": 6,
     "moe_intermediate_size": 4,
-    "mlp_only_layers": [0],
+    "mlp_only_layers": [],
     "tie_word_embeddings": True,
 }
 _MIXTRAL = {**_COMMON, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 4}
@@ -80,13 +83,18 @@ class Parts:
     tags: dict[str, Any] | None
     """The format tag as JSON; None where there is none."""
 
+    def copy(self) -> Parts:
+        """Another that operations may change; what lies below the maps of names is replaced, never changed in place."""
+        tags = self.tags and {**self.tags, "formats": dict(self.tags["formats"])}
+        return Parts(dict(self.config), dict(self.header), self.data, dict(self.metadata), tags)
+
 
 @functools.cache
 def bases() -> tuple[Parts, ...]:
     """Containers that open: tagged ones in both layouts, untagged ones, four families."""
     return (
         _container(_GLM, "rows16"),
-        _container(_GLM, None),
+        _container(_GLM_MTP, None),
         _container(_DEEPSEEK, "row_major"),
         _container(_QWEN, "rows16"),
         _container(_MIXTRAL, None),
@@ -234,19 +242,18 @@ def _drop_config(parts: Parts, source: Source) -> None:
 
 
 def _change_rope(parts: Parts, source: Source) -> None:
-    rope = parts.config.setdefault("rope_scaling", {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32})
+    rope = parts.config.get("rope_scaling", {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32})
     if isinstance(rope, dict):
         key = source.pick(_ROPE_KEYS)
-        rope[key] = source.value(rope.get(key))
+        parts.config["rope_scaling"] = {**rope, key: source.value(rope.get(key))}
 
 
 def _change_entry(parts: Parts, source: Source) -> None:
     name = source.pick(list(parts.header)) if parts.header else "x"
-    entry = parts.header.setdefault(name, {})
-    if not isinstance(entry, dict):
-        return
-    field = source.pick(("dtype", "shape", "data_offsets", "data_offsets", "shape", "more"))
-    entry[field] = source.value(entry.get(field))
+    entry = parts.header.get(name, {})
+    if isinstance(entry, dict):
+        field = source.pick(("dtype", "shape", "data_offsets", "data_offsets", "shape", "more"))
+        parts.header[name] = {**entry, field: source.value(entry.get(field))}
 
 
 def _replace_entry(parts: Parts, source: Source) -> None:
@@ -361,7 +368,7 @@ _BYTEWISE: tuple[Callable[[dict[str, bytes], Source], None], ...] = (_patch_byte
 def damaged(data: bytes) -> dict[str, bytes]:
     """The files of a container that this input describes, by name; an empty input describes one that opens."""
     source = Source(data)
-    parts = copy.deepcopy(source.pick(bases()))
+    parts = source.pick(bases()).copy()
     bytewise = []
     for _ in range(MOST_OPERATIONS):
         if source.empty:
