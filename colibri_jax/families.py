@@ -27,7 +27,6 @@ from colibri_jax.layer_spec import (
 )
 from colibri_jax.routing_spec import RouterSpec
 
-
 # Every whole number up to it is a float64 too, and no dimension comes near.
 _LARGEST_INT = 2**53
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 BLOCK = 4096
 STALL_LIMIT = 8
@@ -102,7 +103,7 @@ def ranges(parts: list[Part]) -> list[tuple[int, int, int]]:
         if (end - begin) * 4 <= sum(b - a for a, b in there) * 5:
             found.append((file, begin, end))
             continue
-        for (_, before), (after, _) in zip(there, there[1:], strict=False):
+        for (_, before), (after, _) in itertools.pairwise(there):
             assert before // BLOCK < after // BLOCK - 1, "parts that share or touch blocks are not modelled"
         found += [(file, a, b) for a, b in there]
     return found

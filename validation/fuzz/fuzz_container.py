@@ -29,11 +29,11 @@ with atheris.instrument_imports(include=["colibri_jax"], enable_loader_override=
 
 sys.path.insert(0, str(Path(__file__).parent))
 from mutations import bases, damaged
-from target import STAGES, Observer, Directory
+from target import STAGES, Directory, Observer
 
 REQUIRED_SHARE = 0.2
 MEASURED_ONE_IN = 8  # measuring allocations triples the time of an input
-ADDRESS_SPACE = 512 << 20  # above what the process has when fuzzing begins: a larger allocation is a MemoryError at once
+ADDRESS_SPACE = 2 << 30  # above what the process has when fuzzing begins: a larger allocation is a MemoryError at once
 
 
 class Campaign:
@@ -89,7 +89,9 @@ def _limit_memory() -> None:
 
 def seeds() -> list[bytes]:
     """One input per container and operation."""
-    return [bytes([base, *operations]) for base in range(len(bases())) for operations in ([], *([1, op, op, 0, 0, 0, 0] for op in range(16)))]
+    return [
+        bytes([base, *operations]) for base in range(len(bases())) for operations in ([], *([1, op, op, 0, 0, 0, 0] for op in range(16)))
+    ]
 
 
 @click.command()
@@ -122,7 +124,16 @@ def main(inputs: int, seed: int, artifacts: Path, report: Path | None, replay: t
         (corpus / f"seed-{number:03d}").write_bytes(data)
     bases()
     _limit_memory()
-    arguments = [sys.argv[0], f"-runs={inputs}", f"-seed={seed}", "-max_len=160", "-len_control=20", "-timeout=20", "-rss_limit_mb=0", "-print_final_stats=1"]
+    arguments = [
+        sys.argv[0],
+        f"-runs={inputs}",
+        f"-seed={seed}",
+        "-max_len=160",
+        "-len_control=20",
+        "-timeout=20",
+        "-rss_limit_mb=0",
+        "-print_final_stats=1",
+    ]
     atheris.Setup([*arguments, f"-artifact_prefix={artifacts}/", str(corpus)], campaign.one)
     with campaign.observer.installed():
         atheris.Fuzz()

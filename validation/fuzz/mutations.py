@@ -168,16 +168,73 @@ _VALUES: tuple[Any, ...] = (
     *(0, 1, 2, 3, 4, 5, 6, 8, 16, 63, 64, 65, 127, 4095, 4096, 4097, 65_535, 65_536, 65_537, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64),
     *(-1, -2, -64, -(2**63)),
     *(0.0, 0.5, 1.0, 1.5, -1.0, 1e-320, 1e308, 3.4e38),
-    *(True, False, None, "", "F32", "U8", "I64", "BF16", "f32", "int4_g64", "int4_g64_rows16", "int8_rows", "int4_g16", "int4_g", "int4_g99999999"),
-    *("dense", "sparse", "full", "shared", "yarn", "default", "sigmoid", "softmax", "glm_moe_dsa", "mixtral", "glm4_moe", "olmoe", "../x", "é" * 40),
-    *([], [0], [1], [0, 0], [8], [2, 4], [4, 2], [0, 8], [8, 0], [1] * 8, [1] * 9, [2**40] * 8, [-1, -1], [0.5], [None], [[1]], ["full"], ["dense"]),
-    *({}, {"a": 1}, {"version": 1, "formats": {}}, {"version": 1.0, "formats": {"x": "f32"}}, {"type": "yarn"}, {"rope_type": "yarn", "factor": 0}),
+    *(
+        True,
+        False,
+        None,
+        "",
+        "F32",
+        "U8",
+        "I64",
+        "BF16",
+        "f32",
+        "int4_g64",
+        "int4_g64_rows16",
+        "int8_rows",
+        "int4_g16",
+        "int4_g",
+        "int4_g99999999",
+    ),
+    *(
+        "dense",
+        "sparse",
+        "full",
+        "shared",
+        "yarn",
+        "default",
+        "sigmoid",
+        "softmax",
+        "glm_moe_dsa",
+        "mixtral",
+        "glm4_moe",
+        "olmoe",
+        "../x",
+        "é" * 40,
+    ),
+    *(
+        [],
+        [0],
+        [1],
+        [0, 0],
+        [8],
+        [2, 4],
+        [4, 2],
+        [0, 8],
+        [8, 0],
+        [1] * 8,
+        [1] * 9,
+        [2**40] * 8,
+        [-1, -1],
+        [0.5],
+        [None],
+        [[1]],
+        ["full"],
+        ["dense"],
+    ),
+    *(
+        {},
+        {"a": 1},
+        {"version": 1, "formats": {}},
+        {"version": 1.0, "formats": {"x": "f32"}},
+        {"type": "yarn"},
+        {"rope_type": "yarn", "factor": 0},
+    ),
 )
-_CONFIG_KEYS = tuple(
-    sorted({*_GLM, *_DEEPSEEK, *_QWEN, *_MIXTRAL})
-    + ["rms_norm_eps", "mlp_layer_types", "clip_qkv", "rope_parameters", "rope_theta", "partial_rotary_factor", "norm_topk_prob"]
-    + ["routed_scaling_factor", "decoder_sparse_step", "index_topk_freq", "index_skip_topk_offset", "attention_bias", "hidden_act"]
-    + ["rope_interleave", "use_qk_norm", "index_topk_pattern", "sliding_window", "scoring_func", "topk_method", "mlp_bias"]
+_CONFIG_KEYS = (
+    *sorted({*_GLM, *_DEEPSEEK, *_QWEN, *_MIXTRAL}),
+    *("rms_norm_eps", "mlp_layer_types", "clip_qkv", "rope_parameters", "rope_theta", "partial_rotary_factor", "norm_topk_prob"),
+    *("routed_scaling_factor", "decoder_sparse_step", "index_topk_freq", "index_skip_topk_offset", "attention_bias", "hidden_act"),
+    *("rope_interleave", "use_qk_norm", "index_topk_pattern", "sliding_window", "scoring_func", "topk_method", "mlp_bias"),
 )
 _ROPE_KEYS = ("type", "rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _ROPE_KEYS += ("attention_factor", "truncate", "rope_theta", "partial_rotary_factor")
@@ -347,7 +404,9 @@ def _patch_bytes(files: dict[str, bytes], source: Source) -> None:
 def _change_length(files: dict[str, bytes], source: Source) -> None:
     content = files[WEIGHTS_FILE]
     (length,) = struct.unpack("<Q", content[:8].ljust(8, b"\0"))
-    new = source.pick((0, 1, 2, length - 1, length + 1, len(content) - 8, len(content), 100_000_000, 100_000_001, 2**63, 2**64 - 1, 2**64 - 8))
+    new = source.pick(
+        (0, 1, 2, length - 1, length + 1, len(content) - 8, len(content), 100_000_000, 100_000_001, 2**63, 2**64 - 1, 2**64 - 8)
+    )
     files[WEIGHTS_FILE] = struct.pack("<Q", new % 2**64) + content[8:]
 
 
@@ -359,7 +418,9 @@ def _truncate(files: dict[str, bytes], source: Source) -> None:
 def _add_file(files: dict[str, bytes], source: Source) -> None:
     name = source.pick(("out-00001.safetensors", "a.safetensors", "generation_config.json", "model.safetensors.index.json"))
     header = struct.pack("<Q", 2) + b"{}"
-    files[name] = source.pick((b"", header, files[WEIGHTS_FILE], files[WEIGHTS_FILE][:200], b"{}", b"[]", b'{"weight_map": 1}', source.take(40)))
+    files[name] = source.pick(
+        (b"", header, files[WEIGHTS_FILE], files[WEIGHTS_FILE][:200], b"{}", b"[]", b'{"weight_map": 1}', source.take(40))
+    )
 
 
 _BYTEWISE: tuple[Callable[[dict[str, bytes], Source], None], ...] = (_patch_bytes, _change_length, _truncate, _add_file)
