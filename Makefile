@@ -60,10 +60,10 @@ sanitize: $(VENV)/.built
 	$(MAKE) --no-print-directory build/sanitize-address,undefined build/sanitize-thread
 
 build/sanitize-%: FORCE
-	PATH="$(abspath $(BIN)):$$PATH" cmake -S native -B $@ -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCOLIBRI_EXTENSION=OFF \
+	PATH="$(abspath $(BIN)):$$PATH" cmake -S native -B $@ -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCOLIBRI_EXTENSION=OFF \
 	  -DCOLIBRI_SELFTEST=ON -DCOLIBRI_SANITIZE=$*
 	$(BIN)/cmake --build $@ --target selftests
-	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/ctest --test-dir $@ --output-on-failure
+	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/ctest --test-dir $@ --output-on-failure --parallel 2
 
 FORCE:
 

@@ -7,7 +7,7 @@ read. Defaults are those of the upstream configuration class of the family.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from colibri_jax.errors import ConfigError, UnsupportedFamilyError
@@ -23,8 +23,12 @@ from colibri_jax.layer_spec import (
     RopeConfig,
     RopeLayout,
     YarnConfig,
+    positive,
 )
 from colibri_jax.routing_spec import RouterSpec
+
+# Every whole number up to it is a float64 too, and no dimension comes near.
+_LARGEST_INT = 2**53
 
 
 class ModelFields(TypedDict):
@@ -53,7 +57,7 @@ def read_config(config: Mapping[str, Any]) -> ModelFields:
         ConfigError: a key is missing, mistyped, unsupported or contradicts another.
     """
     family = config.get("model_type")
-    if family not in _READERS:
+    if not isinstance(family, str) or family not in _READERS:
         raise UnsupportedFamilyError("unknown model family", where="config.json: model_type", expected=", ".join(FAMILIES), got=family)
     keys = _Keys(config)
     if keys.int("num_hidden_layers") > MOST_LAYERS:
@@ -73,18 +77,26 @@ class _Keys:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError("wrong type", where=self._inside + key, expected="an integer", got=repr(value))
+        if abs(value) > _LARGEST_INT:
+            raise ConfigError("number out of range", where=self._inside + key, expected=f"at most {_LARGEST_INT}", got="more")
         return value
 
     def float(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError("wrong type", where=self._inside + key, expected="a number", got=repr(value))
-        return float(value)
+        return float(self.int(key, default if isinstance(default, int) else None) if isinstance(value, int) else value)
 
     def bool(self, key: str, default: bool | None = None) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise ConfigError("wrong type", where=self._inside + key, expected="true or false", got=repr(value))
+        return value
+
+    def list(self, key: str) -> Sequence[Any] | None:
+        value = self._config.get(key)
+        if value is not None and not isinstance(value, list | tuple):
+            raise ConfigError("wrong type", where=self._inside + key, expected="a list", got=repr(value))
         return value
 
     def optional(self, key: str) -> Any:
@@ -153,7 +165,7 @@ def _qwen3_moe(keys: _Keys) -> ModelFields:
     n_layers, step = keys.int("num_hidden_layers"), keys.int("decoder_sparse_step", 1)
     if step < 1:
         raise ConfigError("not positive", where="config.json: decoder_sparse_step", expected="1 or more", got=step)
-    dense = keys.optional("mlp_only_layers") or ()
+    dense = keys.list("mlp_only_layers") or ()
     sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers))
     # The configuration class calls the count `num_local_experts` inside and `num_experts` in its published files.
     n_experts = keys.int("num_experts", keys.optional("num_local_experts"))
@@ -256,6 +268,7 @@ def _gqa(
             "unsupported value", where="config.json: partial_rotary_factor", expected=rotated, got=_partial_rotary_factor(keys, 1.0)
         )
     n_heads = keys.int("num_attention_heads")
+    positive("num_attention_heads", n_heads)
     head_dim = keys.optional("head_dim")
     head_dim = keys.int("hidden_size") // n_heads if head_dim is None else keys.int("head_dim")
     kv_heads = keys.optional("num_key_value_heads")
@@ -294,21 +307,23 @@ def _softmax_experts(keys: _Keys, n_experts: int, *, hidden: str, normalised: bo
 
 
 def _dense_first(keys: _Keys, n_layers: int, default: int) -> tuple[bool, ...]:
-    kinds = keys.optional("mlp_layer_types")
+    kinds = keys.list("mlp_layer_types")
     if kinds is None:
         n_dense = min(keys.int("first_k_dense_replace", default), n_layers)
         return (False,) * n_dense + (True,) * (n_layers - n_dense)
-    unknown = sorted(set(kinds) - {"dense", "sparse"})
+    unknown = [kind for kind in kinds if kind not in ("dense", "sparse")]
     if unknown:
-        raise ConfigError("unknown MLP kind", where="config.json: mlp_layer_types", expected="dense or sparse", got=unknown)
+        raise ConfigError("unknown MLP kind", where="config.json: mlp_layer_types", expected="dense or sparse", got=unknown[0])
     return tuple(kind == "sparse" for kind in kinds)
 
 
 def _indexer_kinds(keys: _Keys, n_layers: int) -> tuple[IndexerKind, ...]:
     names: dict[str, IndexerKind] = {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
-    listed = keys.optional("indexer_types") or keys.optional("index_topk_pattern")
-    if listed is not None:
-        unknown = [kind for kind in listed if kind not in names]
+    # The pattern is one string with a letter per layer.
+    pattern = keys.optional("index_topk_pattern")
+    listed = keys.list("indexer_types") or (pattern if isinstance(pattern, str) else keys.list("index_topk_pattern"))
+    if listed:
+        unknown = [kind for kind in listed if not isinstance(kind, str) or kind not in names]
         if unknown:
             raise ConfigError("unknown indexer kind", where="config.json: indexer_types", expected="full or shared", got=unknown[0])
         return tuple(names[kind] for kind in listed)
@@ -342,6 +357,7 @@ def _partial_rotary_factor(keys: _Keys, default: float) -> float:
 
 def _yarn(keys: _Keys, section: _Keys) -> YarnConfig:
     original = section.int("original_max_position_embeddings", keys.optional("original_max_position_embeddings"))
+    positive("original_max_position_embeddings", original)
     factor = section.float("factor", keys.int("max_position_embeddings") / original)
 
     def magnitude(mscale: float) -> float:
@@ -350,6 +366,8 @@ def _yarn(keys: _Keys, section: _Keys) -> YarnConfig:
 
     mscale, all_dim = (section.optional(key) and section.float(key) for key in ("mscale", "mscale_all_dim"))
     # Where both are given, cos and sin carry their quotient and (MLA only) the scores the square of the second.
+    if all_dim and not magnitude(all_dim) > 0.0:
+        raise ConfigError("not a positive factor", where="config.json: mscale_all_dim", expected="above 0", got=magnitude(all_dim))
     inferred = magnitude(mscale) / magnitude(all_dim) if mscale and all_dim else magnitude(1.0)
     return YarnConfig(
         factor=factor,

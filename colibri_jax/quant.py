@@ -78,7 +78,7 @@ class WeightFormat:
         """
         if tag == "f32":
             return cls(32)
-        match = re.fullmatch(r"int([48])_(?:rows|g(\d+))(_rows16)?", tag)
+        match = re.fullmatch(r"int([48])_(?:rows|g([1-9][0-9]{0,3}))(_rows16)?", tag)
         if match is None:
             raise UnknownFormatError(
                 "unknown format tag",

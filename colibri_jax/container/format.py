@@ -32,6 +32,7 @@ from colibri_jax.errors import (
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_RANK = 8
+LARGEST_COUNT = 2**64  # what the format can hold; also keeps products printable
 METADATA_KEY = "__metadata__"
 
 DTYPE_BYTES = {
@@ -223,8 +224,8 @@ def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
             raise HeaderError("duplicate key", where=str(path), got=twice)
         return found
 
@@ -275,7 +276,7 @@ def _check_coverage(tensors: Sequence[StoredTensor], data_start: int, size: int,
 
 
 def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value)
+    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < LARGEST_COUNT for v in value)
 
 
 def _product(shape: Iterable[int]) -> int:

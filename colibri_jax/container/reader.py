@@ -28,7 +28,7 @@ from colibri_jax.errors import (
     UnknownFormatError,
 )
 from colibri_jax.quant import GROUP_SIZES, ByteArray, Float32Array, QuantizedMatrix, WeightFormat, unpack
-from colibri_jax.tensors import TensorSpec, expert_roles
+from colibri_jax.tensors import TensorSpec, expert_roles, tensor_specs
 
 STATE_FILE = "conversion-state.json"
 PART_SUFFIX = ".part"
@@ -99,11 +99,14 @@ class Container:
         tags, tagged = _tags(files)
         entries: dict[str, TensorEntry] = {}
         missing: list[str] = []
-        named = checkpoints.named_specs(config)
-        for name, spec in named.items():
+        # One by one: a small file may claim more tensors than there is memory to list.
+        named: dict[str, TensorSpec] = {}
+        for spec in tensor_specs(config):
+            name = checkpoints.checkpoint_name(config, spec.role)
+            named[name] = spec
             if name in stored:
                 entries[spec.role] = _entry(spec, stored[name], stored.get(name + SCALE_SUFFIX), tags.get(name), group_size)
-            elif not tagged and (checkpoints.is_mtp(config, spec.role) or ".indexer." in spec.role):
+            elif not tagged and len(missing) <= len(stored) and (checkpoints.is_mtp(config, spec.role) or ".indexer." in spec.role):
                 missing.append(spec.role)
             else:
                 raise MissingTensorError("tensor missing", where=str(directory), expected=name, got="nothing")

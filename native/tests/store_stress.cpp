@@ -1,10 +1,12 @@
 // Stress of the expert store for the sanitizers: random walks over a generated file, every byte checked. No Python.
 //
-// store_stress [walks] [folder]: one walking thread, several I/O threads, every combination of reader, layout, cache and
-// order of completion; faults on the way. Prints one line per combination; exits with 1 at the first wrong byte.
+// store_stress [walks] [folder]: one walking thread, one that only looks on, several I/O threads, every combination of reader,
+// layout, cache, pins and order of completion; faults and delays come and go on the way. Prints one line per combination; exits
+// with 1 at the first wrong byte, and where a delayed read was never overtaken.
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +17,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../src/io/faults.h"
@@ -123,8 +126,48 @@ struct Held {
     ExpertLease lease;
 };
 
+// Asks the store what any thread may ask, for as long as it lives.
+class Onlooker {
+  public:
+    explicit Onlooker(const ExpertStore& store) : thread_([this, &store] { look(store); }) {}
+    ~Onlooker() {
+        done_ = true;
+        thread_.join();
+    }
+
+  private:
+    void look(const ExpertStore& store) {
+        uint64_t before = 0;
+        for (int i = 0; !done_; ++i) {
+            const StoreCounters c = store.counters();
+            const uint64_t handed = c.hits + c.misses;
+            if (handed < before || c.pinned_hits > c.hits) fail("counters that went back");
+            before = handed;
+            if (store.by_recency(i % kLayers).size() > kExperts || store.free_slots() < 0) fail("more residents than experts");
+            std::this_thread::yield();
+        }
+    }
+
+    std::atomic<bool> done_{false};
+    std::thread thread_;
+};
+
+// In one of six walks a read of some expert is late, interrupted, short or fails.
+void disturb(FaultyReads& faults, const StoredExpert& expert, std::mt19937_64& random) {
+    using Kind = ReadFault::Kind;
+    if (random() % 6) return;
+    const uint64_t inside = expert.up.weights.offset + expert.up.weights.nbytes / 2;
+    const ReadFault choices[] = {{Kind::delay, 0, inside, 300, 1},
+                                 {Kind::interrupted, 0, inside, 0, 2},
+                                 {Kind::short_read, 0, inside, 4196, 2},
+                                 {Kind::io_error, 0, inside, 0, 1},
+                                 {Kind::invalid, 0, inside, 0, 1}};
+    faults.add(choices[random() % std::size(choices)]);
+}
+
 // Random walks, some ended early, leases held over later hand-outs and walks. Returns the number of failed reads.
-int stress(ExpertStore& store, const Generated& g, int walks, uint64_t seed) {
+int stress(ExpertStore& store, FaultyReads& faults, const Generated& g, int walks, uint64_t seed) {
+    const Onlooker onlooker(store);
     std::mt19937_64 random(seed);
     std::deque<Held> held;
     int failures = 0;
@@ -135,6 +178,7 @@ int stress(ExpertStore& store, const Generated& g, int walks, uint64_t seed) {
         std::shuffle(ids.begin(), ids.end(), random);
         ids.resize(random() % (kExperts + 1));
         const size_t taken = random() % 4 ? ids.size() : random() % (ids.size() + 1);
+        disturb(faults, g.options.experts[static_cast<size_t>(layer)][random() % kExperts], random);
         auto walk = std::make_unique<ExpertStore::Walk>(store.walk(layer, ids));
         for (size_t k = 0; k < taken; ++k) {
             try {
@@ -155,6 +199,24 @@ int stress(ExpertStore& store, const Generated& g, int walks, uint64_t seed) {
     return failures;
 }
 
+// A read that began later than the next one is also told later: the next expert is in memory when the first is handed out.
+void check_overtaking(const Generated& g) {
+    const auto faults = std::make_shared<FaultyReads>(std::vector<ReadFault>{}, false);
+    StoreOptions options = g.options;
+    options.hooks = faults;
+    ExpertStore store(options);
+    for (int tries = 0; tries < 200; ++tries) {
+        const int first = tries % kExperts;
+        const StoredExpert& late = options.experts[0][static_cast<size_t>(first)];
+        faults->add({ReadFault::Kind::delay, 0, late.up.weights.offset + late.up.weights.nbytes / 2, ReadFault::kLongestDelay, 1});
+        const uint64_t before = store.counters().useful_bytes;
+        ExpertStore::Walk walk = store.walk(0, std::vector<int32_t>{first, (first + 1) % kExperts});
+        const ExpertLease lease = walk.next();
+        if (store.counters().useful_bytes - before == 2 * static_cast<uint64_t>(store.expert_file_bytes())) return;
+    }
+    fail("no read overtook a delayed one");
+}
+
 void run(const std::string& path, int walks) {
     const Form forms[] = {{"rows16 int4", 4, 64, true, false},
                           {"rows16 int8 scattered", 8, 0, true, true},
@@ -163,6 +225,7 @@ void run(const std::string& path, int walks) {
                           {"int8 rows", 8, 0, false, false}};
     for (const Form& form : forms) {
         Generated g = generate(path, form);
+        check_overtaking(g);
         const uint64_t middle = g.options.experts[1][4].up.weights.offset + 4096;
         for (const bool direct : {true, false})
             for (const bool reverse : {false, true})
@@ -172,12 +235,14 @@ void run(const std::string& path, int walks) {
                     options.direct = direct;
                     options.cache_experts = cache_experts;
                     options.io_threads = 1 + cache_experts % 4;
-                    options.hooks = std::make_shared<FaultyReads>(std::vector<ReadFault>{{Kind::io_error, 0, middle, 0, 2},
-                                                                                         {Kind::short_read, 0, middle, 4196, 3},
-                                                                                         {Kind::interrupted, 0, middle, 0, 3}},
-                                                                  reverse);
+                    if (cache_experts == 5) options.pinned = {{0, 7}, {}, {4}};
+                    const auto faults = std::make_shared<FaultyReads>(std::vector<ReadFault>{{Kind::io_error, 0, middle, 0, 2},
+                                                                                             {Kind::short_read, 0, middle, 4196, 3},
+                                                                                             {Kind::interrupted, 0, middle, 0, 3}},
+                                                                      reverse);
+                    options.hooks = faults;
                     ExpertStore store(options);
-                    const int failures = stress(store, g, walks, static_cast<uint64_t>(cache_experts));
+                    const int failures = stress(store, *faults, g, walks, static_cast<uint64_t>(cache_experts));
                     const StoreCounters c = store.counters();
                     if (c.hits + c.misses == 0 || c.useful_bytes < c.misses * static_cast<uint64_t>(store.expert_file_bytes()))
                         fail("counters that contradict each other");

@@ -42,7 +42,8 @@ struct ReadHooks;  // io/reader.h; tests put faults in with it
 struct StoreOptions {
     std::vector<std::string> files;
     std::vector<std::vector<StoredExpert>> experts;  // [MoE layer][expert]; all of one shape
-    int64_t cache_experts = 1;                       // slots per layer; more than a layer has experts counts as all
+    std::vector<std::vector<int32_t>> pinned;        // [MoE layer], or empty: kept from their first use on, in slots of their own
+    int64_t cache_experts = 1;                       // slots per layer for the others; more than there are counts as all
     int io_threads = 2;
     bool direct = true;                // O_DIRECT where the file system allows it
     std::shared_ptr<ReadHooks> hooks;  // null outside tests
@@ -52,7 +53,9 @@ struct StoreCounters {
     uint64_t bytes_read = 0;    // completed reads, alignment included
     uint64_t useful_bytes = 0;  // bytes of the experts that those reads were for
     uint64_t hits = 0;          // experts handed out that were in memory when their walk began
+    uint64_t pinned_hits = 0;   // those hits that were on pinned experts
     uint64_t misses = 0;        // experts handed out that were read for their walk
+    uint64_t retries = 0;       // system calls that continued an interrupted or short read
     double wait_seconds = 0;    // time that next() was blocked
 };
 
@@ -100,7 +103,10 @@ class ExpertStore {
     };
     Walk walk(int layer, std::span<const int32_t> experts);
 
+    // These four from any thread.
     bool resident(int layer, int expert) const;
+    std::vector<int> by_recency(int layer) const;  // residents that are not pinned, least recently used first
+    int64_t free_slots() const;                    // neither cached, nor leased, nor being read into
     StoreCounters counters() const;
     double wait_seconds() const;
     std::string reader() const;         // "direct" or "buffered (<reason>)"

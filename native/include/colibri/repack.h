@@ -8,7 +8,8 @@
 namespace colibri {
 
 // Bytes of the weight tensor and of the scale tensor of a matrix as its file holds it (scales: 0 with rows16).
-// Throws Error("UnknownFormatError") for a width or group size that no layout has, Error("ShapeError") for an empty shape.
+// Throws Error("UnknownFormatError") for a width or group size that no layout has, Error("ShapeError") for an empty shape
+// or one whose byte count might not fit.
 int64_t stored_weight_bytes(const StoredMatrix& matrix);
 int64_t stored_scale_bytes(const StoredMatrix& matrix);
 

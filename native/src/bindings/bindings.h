@@ -12,8 +12,9 @@
 #include "colibri/routing.h"
 
 namespace colibri {
-struct ReadHooks;
-}
+struct ReadFault;
+class FaultyReads;
+}  // namespace colibri
 
 namespace colibri::bindings {
 
@@ -38,6 +39,7 @@ void bind_cache(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 
 // Reads that go wrong as dictionaries say: kind, file, offset, bytes, times (io/faults.h). For tests.
-std::shared_ptr<ReadHooks> faulty_reads(const std::vector<pybind11::dict>& faults, bool reverse_completions);
+ReadFault fault_from(const pybind11::dict& described);
+std::shared_ptr<FaultyReads> faulty_reads(const std::vector<pybind11::dict>& faults, bool reverse_completions);
 
 }  // namespace colibri::bindings

@@ -53,24 +53,33 @@ StoreOptions options_from(std::vector<std::string> files, const std::vector<std:
 
 }  // namespace
 
-std::shared_ptr<ReadHooks> faulty_reads(const std::vector<py::dict>& list, bool reverse_completions) {
+ReadFault fault_from(const py::dict& d) {
+    const auto number = [&](const char* key, uint64_t otherwise) { return d.contains(key) ? d[key].cast<uint64_t>() : otherwise; };
+    return {fault_kind(d["kind"].cast<std::string>()), static_cast<int>(number("file", 0)), number("offset", 0), number("bytes", 0),
+            static_cast<int>(number("times", 1))};
+}
+
+std::shared_ptr<FaultyReads> faulty_reads(const std::vector<py::dict>& list, bool reverse_completions) {
     std::vector<ReadFault> faults;
-    for (const py::dict& d : list) {
-        const auto number = [&](const char* key, uint64_t otherwise) {
-            return d.contains(key) ? d[key].cast<uint64_t>() : otherwise;
-        };
-        faults.push_back({fault_kind(d["kind"].cast<std::string>()), static_cast<int>(number("file", 0)), number("offset", 0),
-                          number("bytes", 0), static_cast<int>(number("times", 1))});
-    }
+    for (const py::dict& d : list) faults.push_back(fault_from(d));
     return std::make_shared<FaultyReads>(std::move(faults), reverse_completions);
 }
 
 namespace {
 
+using Pinned = std::vector<std::vector<int32_t>>;  // [layer]
+
 // Members of the wrappers end in reverse order: lease, walk, store.
 struct PyStore {
     std::shared_ptr<ExpertStore> store;
-    std::vector<int64_t> sizes;  // rows16 bytes of gate, up, down
+    std::vector<int64_t> sizes;           // rows16 bytes of gate, up, down
+    std::shared_ptr<FaultyReads> faults;  // null without hooks
+
+    FaultyReads& hooks() const {
+        if (!faults)
+            throw Error("EngineError", "the store was opened without hooks", "faults", "a list, which may be empty", "none");
+        return *faults;
+    }
 };
 
 struct PyLease {
@@ -112,7 +121,9 @@ py::dict counters_of(const PyStore& self) {
     d["bytes_read"] = c.bytes_read;
     d["useful_bytes"] = c.useful_bytes;
     d["hits"] = c.hits;
+    d["pinned_hits"] = c.pinned_hits;
     d["misses"] = c.misses;
+    d["retries"] = c.retries;
     d["wait_seconds"] = c.wait_seconds;
     return d;
 }
@@ -156,15 +167,20 @@ void bind_cache(py::module_& module) {
         .def("close", &PyWalk::close, "Ends the walk, also in its midst; harmless twice.");
 
     const auto memory_bytes = [](std::vector<std::string> files, const std::vector<std::vector<py::dict>>& experts,
-                                 int64_t cache_experts, int io_threads) {
-        return ExpertStore::memory_bytes(options_from(std::move(files), experts, cache_experts, io_threads, true));
+                                 int64_t cache_experts, int io_threads, Pinned pinned) {
+        StoreOptions options = options_from(std::move(files), experts, cache_experts, io_threads, true);
+        options.pinned = std::move(pinned);
+        return ExpertStore::memory_bytes(options);
     };
     py::class_<PyStore>(module, "ExpertStore", "Experts on disk and their cache. Tests only.")
         .def(py::init([](std::vector<std::string> files, const std::vector<std::vector<py::dict>>& experts, int64_t cache_experts,
-                         int io_threads, bool direct, const std::vector<py::dict>& faults, bool reverse_completions) {
+                         int io_threads, bool direct, const std::optional<std::vector<py::dict>>& faults, bool reverse_completions,
+                         Pinned pinned) {
                  StoreOptions options = options_from(std::move(files), experts, cache_experts, io_threads, direct);
-                 if (!faults.empty() || reverse_completions) options.hooks = faulty_reads(faults, reverse_completions);
+                 options.pinned = std::move(pinned);
                  PyStore self;
+                 if (faults || reverse_completions)
+                     options.hooks = self.faults = faulty_reads(faults.value_or(std::vector<py::dict>{}), reverse_completions);
                  if (!options.experts.empty() && !options.experts[0].empty()) {
                      const StoredExpert& e = options.experts[0][0];
                      self.sizes = {rows16_bytes(e.gate), rows16_bytes(e.up), rows16_bytes(e.down)};
@@ -173,7 +189,8 @@ void bind_cache(py::module_& module) {
                  return self;
              }),
              py::arg("files"), py::arg("experts"), py::kw_only(), py::arg("cache_experts") = 1, py::arg("io_threads") = 2,
-             py::arg("direct") = true, py::arg("faults") = std::vector<py::dict>{}, py::arg("reverse_completions") = false)
+             py::arg("direct") = true, py::arg("faults") = py::none(), py::arg("reverse_completions") = false,
+             py::arg("pinned") = Pinned{})
         .def(
             "walk",
             [](const PyStore& self, int layer, const std::vector<int32_t>& ids) {
@@ -181,13 +198,21 @@ void bind_cache(py::module_& module) {
             },
             py::arg("layer"), py::arg("experts"))
         .def("resident", [](const PyStore& self, int layer, int expert) { return self.store->resident(layer, expert); })
+        .def(
+            "by_recency", [](const PyStore& self, int layer) { return self.store->by_recency(layer); }, py::arg("layer"),
+            "Residents that are not pinned, least recently used first.")
+        .def_property_readonly("free_slots", [](const PyStore& self) { return self.store->free_slots(); })
+        .def(
+            "add_fault", [](const PyStore& self, const py::dict& fault) { self.hooks().add(fault_from(fault)); }, py::arg("fault"),
+            "A fault for reads to come; only where `faults` was given at construction.")
+        .def("clear_faults", [](const PyStore& self) { self.hooks().clear(); })
         .def("counters", &counters_of)
         .def("wait_seconds", [](const PyStore& self) { return self.store->wait_seconds(); })
         .def_property_readonly("reader", [](const PyStore& self) { return self.store->reader(); })
         .def_property_readonly("slot_bytes", [](const PyStore& self) { return self.store->slot_bytes(); })
         .def_property_readonly("expert_file_bytes", [](const PyStore& self) { return self.store->expert_file_bytes(); })
         .def_static("memory_bytes", memory_bytes, py::arg("files"), py::arg("experts"), py::kw_only(), py::arg("cache_experts"),
-                    py::arg("io_threads"));
+                    py::arg("io_threads"), py::arg("pinned") = Pinned{});
 
     module.def("repack_rows16", &repack, py::arg("weights"), py::arg("scales"), py::kw_only(), py::arg("rows"), py::arg("cols"),
                py::arg("bits"), py::arg("group_size"),

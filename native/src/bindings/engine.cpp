@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 
+#include "../io/faults.h"
 #include "bindings.h"
 #include "colibri/error.h"
 #include "colibri/kernels.h"

@@ -43,7 +43,8 @@ StoreCore::StoreCore(StoreOptions given)
     for (size_t i = slots.size(); i-- > 0;) free_slots.push_back(&slots[i]);
     for (int64_t i = 0; i < geometry.staging_buffers; ++i, at += geometry.staging_bytes) free_staging.push_back(arena.at(at));
     for (size_t layer = 0; layer < options.experts.size(); ++layer)
-        layers.emplace_back(geometry.slots_per_layer[layer], options.experts[layer].size());
+        layers.emplace_back(geometry.slots_per_layer[layer], options.experts[layer].size(),
+                            options.pinned.empty() ? std::vector<int32_t>{} : options.pinned[layer]);
     reader = hooks->wrap(make_pread_pool(files, options.io_threads, *hooks));
 }
 
@@ -101,6 +102,20 @@ bool ExpertStore::resident(int layer, int expert) const {
     core.check_expert(layer, expert);
     const std::lock_guard lock(core.mutex);
     return core.layers[static_cast<size_t>(layer)].find(expert) != nullptr;
+}
+
+std::vector<int> ExpertStore::by_recency(int layer) const {
+    const StoreCore& core = impl_->core;
+    core.check_expert(layer, 0);
+    const std::lock_guard lock(core.mutex);
+    std::vector<int> experts;
+    for (const Slot* slot : core.layers[static_cast<size_t>(layer)].by_recency()) experts.push_back(slot->expert);
+    return experts;
+}
+
+int64_t ExpertStore::free_slots() const {
+    const std::lock_guard lock(impl_->core.mutex);
+    return static_cast<int64_t>(impl_->core.free_slots.size());
 }
 
 StoreCounters ExpertStore::counters() const {

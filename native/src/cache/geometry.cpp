@@ -44,6 +44,23 @@ void check_domain(const char* option, int64_t value, int64_t largest) {
         throw Error("OptionError", "option outside its domain", option, "1 … " + std::to_string(largest), std::to_string(value));
 }
 
+void check_pinned(const StoreOptions& options) {
+    const auto reject = [](const std::string& what, const std::string& expected, const std::string& got) {
+        throw Error("OptionError", what, "pinned", expected, got);
+    };
+    if (!options.pinned.empty() && options.pinned.size() != options.experts.size())
+        reject("one list per layer", std::to_string(options.experts.size()), std::to_string(options.pinned.size()));
+    for (size_t layer = 0; layer < options.pinned.size(); ++layer) {
+        std::vector<bool> seen(options.experts[layer].size());
+        for (const int32_t expert : options.pinned[layer]) {
+            if (expert < 0 || static_cast<size_t>(expert) >= seen.size())
+                reject("an expert that the layer does not have", "0 … " + std::to_string(seen.size() - 1), std::to_string(expert));
+            if (seen[static_cast<size_t>(expert)]) reject("an expert named twice", "each once", std::to_string(expert));
+            seen[static_cast<size_t>(expert)] = true;
+        }
+    }
+}
+
 }  // namespace
 
 bool used_in_place(const StoredExpert& e) { return e.gate.rows16 && e.up.rows16 && e.down.rows16; }
@@ -58,14 +75,18 @@ Geometry geometry_of(const StoreOptions& options) {
     check_domain("io_threads", options.io_threads, 256);
     if (options.experts.empty()) throw Error("OptionError", "a store needs experts", "experts", "at least one layer", "none");
 
+    check_pinned(options);
+
     Geometry g;
     g.spare_slots = options.io_threads + kSparesPastThreads;
     g.slots = g.spare_slots;
     uint64_t largest_read = 0;
     for (const auto& layer : options.experts) {
         if (layer.empty()) throw Error("OptionError", "a layer needs experts", "experts", "at least one", "none");
-        g.slots_per_layer.push_back(std::min(options.cache_experts, static_cast<int64_t>(layer.size())));
-        g.slots += g.slots_per_layer.back();
+        const size_t at = g.slots_per_layer.size();
+        const auto pinned = static_cast<int64_t>(options.pinned.empty() ? 0 : options.pinned[at].size());
+        g.slots_per_layer.push_back(std::min(options.cache_experts, static_cast<int64_t>(layer.size()) - pinned));
+        g.slots += g.slots_per_layer.back() + pinned;
         for (const StoredExpert& expert : layer) {
             check_expert(expert, options.experts[0][0], options);
             largest_read = std::max(largest_read, plan_reads(expert).buffer_bytes);

@@ -50,6 +50,7 @@ void WalkItem::read_done(int range, const ReadResult& result) noexcept {
     {
         const std::lock_guard lock(core.mutex);
         core.counters.bytes_read += result.transferred;
+        core.counters.retries += result.retries;
         if (result.outcome != ReadResult::Outcome::ok && !error)
             error.emplace(read_error(core, *stored, plan.ranges[static_cast<size_t>(range)], result));
         if (--ranges_left) return;
@@ -183,6 +184,7 @@ ExpertLease ExpertStore::Walk::next() {
     if (item.state == State::failed) throw *item.error;
     if (item.state == State::hit) {
         ++core.counters.hits;
+        core.counters.pinned_hits += core.layers[static_cast<size_t>(walk.layer)].pinned(item.expert);
         core.layers[static_cast<size_t>(walk.layer)].touch(item.slot);
     } else {
         ++core.counters.misses;

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <deque>
+#include <thread>
 #include <utility>
 
 #include "colibri/error.h"
@@ -62,9 +64,10 @@ class ReversingReader final : public BlockReader {
 };
 
 constexpr std::pair<const char*, ReadFault::Kind> kNames[] = {
-    {"short", ReadFault::Kind::short_read}, {"interrupted", ReadFault::Kind::interrupted}, {"io_error", ReadFault::Kind::io_error},
-    {"invalid", ReadFault::Kind::invalid},  {"end_of_file", ReadFault::Kind::end_of_file}, {"stale", ReadFault::Kind::stale},
-    {"shifted", ReadFault::Kind::shifted},
+    {"short", ReadFault::Kind::short_read},        {"interrupted", ReadFault::Kind::interrupted},
+    {"io_error", ReadFault::Kind::io_error},       {"invalid", ReadFault::Kind::invalid},
+    {"end_of_file", ReadFault::Kind::end_of_file}, {"stale", ReadFault::Kind::stale},
+    {"shifted", ReadFault::Kind::shifted},         {"delay", ReadFault::Kind::delay},
 };
 
 }  // namespace
@@ -73,6 +76,16 @@ ReadFault::Kind fault_kind(const std::string& name) {
     for (const auto& [known, kind] : kNames)
         if (name == known) return kind;
     throw Error("OptionError", "unknown fault", "faults", "a name in io/faults.cpp", name);
+}
+
+void FaultyReads::add(const ReadFault& fault) {
+    const std::lock_guard lock(mutex_);
+    faults_.push_back(fault);
+}
+
+void FaultyReads::clear() {
+    const std::lock_guard lock(mutex_);
+    faults_.clear();
 }
 
 bool FaultyReads::take(int file, uint64_t offset, uint64_t count, ReadFault* taken) {
@@ -106,6 +119,9 @@ ssize_t FaultyReads::pread(int file, int fd, void* into, size_t count, off_t off
             return static_cast<ssize_t>(count);
         case ReadFault::Kind::shifted:
             return ::pread(fd, into, count, offset + static_cast<off_t>(fault.bytes));
+        case ReadFault::Kind::delay:
+            std::this_thread::sleep_for(std::chrono::microseconds(std::min(fault.bytes, ReadFault::kLongestDelay)));
+            return ::pread(fd, into, count, offset);
         case ReadFault::Kind::short_read:
             break;
     }

@@ -14,7 +14,9 @@ namespace colibri {
 struct ReadFault {
     // short: delivers at most `bytes`. interrupted: EINTR. io_error: EIO. invalid: EINVAL. end_of_file: 0 bytes.
     // stale: claims success and leaves memory as it was. shifted: delivers the bytes that lie `bytes` further on.
-    enum class Kind { short_read, interrupted, io_error, invalid, end_of_file, stale, shifted };
+    // delay: a good read that begins `bytes` microseconds later (kLongestDelay at most), so that others overtake it.
+    enum class Kind { short_read, interrupted, io_error, invalid, end_of_file, stale, shifted, delay };
+    static constexpr uint64_t kLongestDelay = 2000;
     Kind kind = Kind::io_error;
     int file = 0;
     uint64_t offset = 0;
@@ -26,6 +28,9 @@ class FaultyReads final : public ReadHooks {
   public:
     // `reverse`: completions are held back until every submitted request has one, then told last first.
     FaultyReads(std::vector<ReadFault> faults, bool reverse) : faults_(std::move(faults)), reverse_(reverse) {}
+    // Any thread, also while reads run.
+    void add(const ReadFault& fault);
+    void clear();
     ssize_t pread(int file, int fd, void* into, size_t count, off_t offset) override;
     std::unique_ptr<BlockReader> wrap(std::unique_ptr<BlockReader> reader) override;
 

@@ -75,7 +75,8 @@ class PreadPool final : public BlockReader {
     ReadResult read(const ReadRequest& request) {
         ReadResult result;
         int stalled = 0;
-        while (result.arrived < request.needed) {
+        for (uint64_t calls = 0; result.arrived < request.needed; ++calls) {
+            result.retries = calls;
             // A direct read must start at a block: after a short one that did not end at a block, the rest is read again.
             const uint64_t at = files_.direct() ? align_down(result.arrived) : result.arrived;
             const ssize_t got = hooks_.pread(request.file, files_.fd(request.file), request.into + at, request.length - at,

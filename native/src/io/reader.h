@@ -22,6 +22,7 @@ struct ReadResult {
     int error = 0;             // errno where `failed`
     uint64_t arrived = 0;      // bytes of the request that are in memory, from its start
     uint64_t transferred = 0;  // bytes that the operating system delivered, those read twice included
+    uint64_t retries = 0;      // system calls after the first
 };
 
 // Told once per request, on a thread of the reader that holds no lock. The request's memory belongs to the reader until then.

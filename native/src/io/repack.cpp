@@ -16,6 +16,7 @@ static_assert(std::endian::native == std::endian::little, "the layouts are littl
 
 constexpr int64_t kRows = 16;           // rows of a block
 constexpr int64_t kRowScaleGroup = 64;  // group where scales are per row
+constexpr int64_t kLargestSide = int64_t{1} << 30;  // byte counts of a matrix then fit into int64
 constexpr int64_t kVector = 64;         // bytes of a vector: 4 of each row
 constexpr std::array<int64_t, 8> kGroupSizes = {16, 32, 48, 64, 96, 128, 192, 256};
 
@@ -35,6 +36,9 @@ void check(const StoredMatrix& m) {
         throw Error("UnknownFormatError", "format has no interleaved layout", where, "int4 groups or int8 rows", "int4 rows");
     if (m.rows < 1 || m.cols < 1)
         throw Error("ShapeError", "empty matrix", where, "rows and columns",
+                    std::to_string(m.rows) + " x " + std::to_string(m.cols));
+    if (m.rows > kLargestSide || m.cols > kLargestSide)
+        throw Error("ShapeError", "matrix larger than any file", where, "sides up to " + std::to_string(kLargestSide),
                     std::to_string(m.rows) + " x " + std::to_string(m.cols));
 }
 

@@ -31,6 +31,8 @@ StoreCounters difference(const StoreCounters& after, const StoreCounters& before
     d.useful_bytes -= before.useful_bytes;
     d.hits -= before.hits;
     d.misses -= before.misses;
+    d.pinned_hits -= before.pinned_hits;
+    d.retries -= before.retries;
     d.wait_seconds -= before.wait_seconds;
     return d;
 }
