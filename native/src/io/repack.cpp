@@ -14,10 +14,10 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "the layouts are little-endian and are moved as words");
 
-constexpr int64_t kRows = 16;           // rows of a block
-constexpr int64_t kRowScaleGroup = 64;  // group where scales are per row
+constexpr int64_t kRows = 16;                       // rows of a block
+constexpr int64_t kRowScaleGroup = 64;              // group where scales are per row
 constexpr int64_t kLargestSide = int64_t{1} << 30;  // byte counts of a matrix then fit into int64
-constexpr int64_t kVector = 64;         // bytes of a vector: 4 of each row
+constexpr int64_t kVector = 64;                     // bytes of a vector: 4 of each row
 constexpr std::array<int64_t, 8> kGroupSizes = {16, 32, 48, 64, 96, 128, 192, 256};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
