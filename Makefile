@@ -18,7 +18,11 @@ USABLE := import ensurepip, os, sys, sysconfig, venv; \
 # Requirements are listed once, in pyproject.toml; this prints a list of them.
 LISTED := import functools, sys, tomllib; print(*functools.reduce(dict.get, sys.argv[1:], tomllib.load(open("pyproject.toml", "rb"))), sep="\n")
 
-.PHONY: run test lint format isa sanitize clean help
+# Long checks by hand: how long `make explore` goes on, and where `make proof` keeps its answers.
+MINUTES ?= 10
+PROOF ?= build/proof
+
+.PHONY: run test lint format isa sanitize explore proof clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +32,8 @@ help:
 	@echo "make format    rewrite sources as lint wants them"
 	@echo "make isa       no instruction above x86-64-v2 outside the kernels that are chosen at run time; aarch64 under qemu"
 	@echo "make sanitize  native self-tests under AddressSanitizer + UBSan, then ThreadSanitizer"
+	@echo "make explore   new random cases for MINUTES (10), until one fails; says what was covered"
+	@echo "make proof     every long check, and validation/records/proof.md: more than an hour"
 	@echo "make clean     remove the environment and everything built"
 
 # ---- what it does -------------------------------------------------------------------------------------------------
@@ -64,6 +70,12 @@ build/sanitize-%: FORCE
 	  -DCOLIBRI_SELFTEST=ON -DCOLIBRI_SANITIZE=$*
 	$(BIN)/cmake --build $@ --target selftests
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/ctest --test-dir $@ --output-on-failure --parallel 2
+
+explore: $(VENV)/.dev
+	$(PY) validation/explore.py --minutes $(MINUTES)
+
+proof: $(VENV)/.dev
+	$(PY) validation/proof.py --work $(PROOF)
 
 FORCE:
 

@@ -8,15 +8,19 @@ models. The first failure is shrunk and printed with the command that repeats it
 
 from __future__ import annotations
 
+import math
 import secrets
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import click
+import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -24,30 +28,38 @@ from rich.table import Table
 # Strategies are the test suite's.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from choosing import Random
+from model_checks import CHECKS, Findings
+from model_runs import Run
+from model_shapes import make_shape
+from model_strategies import WEIGHTS, Models, runs
 from selection_reading import read_block
 from strategies import Case, selection_cases
 
 import colibri_jax
+from colibri_jax.config import FAMILIES
 from colibri_jax.routing_spec import POLICIES
 
 SELECTIONS_PER_ROUND = 400
+# A round has one shape, for which the reference takes some 20 seconds to compile.
+RUNS_PER_ROUND = 60
 BAR_WIDTH = 40
 
 Coverage = dict[str, Counter[str]]
+COMMON = settings(
+    derandomize=False,
+    database=None,
+    deadline=None,
+    phases=(Phase.generate, Phase.target, Phase.shrink),
+    suppress_health_check=list(HealthCheck),
+)
 
 
 def explore_selections(number: int, coverage: Coverage) -> None:
     """One round: equal in every field, and in agreement with the third reading."""
 
     @seed(number)
-    @settings(
-        max_examples=SELECTIONS_PER_ROUND,
-        derandomize=False,
-        database=None,
-        deadline=None,
-        phases=(Phase.explicit, Phase.generate, Phase.target, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(COMMON, max_examples=SELECTIONS_PER_ROUND)
     @given(selection_cases(policies=POLICIES))
     def check(case: Case) -> None:
         defined, native = colibri_jax.reference.select_experts(*case.args), colibri_jax.native.select_experts(*case.args)
@@ -74,18 +86,42 @@ def _bucket(n: int) -> str:
     return f"{top // 2 + 1}-{top}"
 
 
-WHAT: dict[str, Callable[[int, Coverage], None]] = {"selection": explore_selections}
+def explore_models(number: int, coverage: Coverage) -> None:
+    """One round: a shape, its weights and runs under every check of `model_checks`."""
+    shape = make_shape(Random(np.random.default_rng(number)), FAMILIES[number % len(FAMILIES)])
+    coverage["family"][shape.family] += 1
+    coverage["layers"][_bucket(shape.model.n_layers)] += 1
+    coverage["experts"][_bucket(shape.model.moe.n_experts)] += 1
+    with tempfile.TemporaryDirectory(prefix="explore-") as directory:
+        models = Models(Path(directory))
+
+        @seed(number)
+        @settings(COMMON, max_examples=RUNS_PER_ROUND)
+        @given(run=runs(shape), weights=st.integers(0, WEIGHTS - 1))
+        def check(run: Run, weights: int) -> None:
+            subject, findings = models.subject(shape, weights), Findings()
+            for name, faults_of in CHECKS.items():
+                faults = list(faults_of(subject, run, findings))
+                assert not faults, f"{name}: {'; '.join(faults[:3])}"
+            coverage["policy"][run.routing.policy] += 1
+            coverage["met"].update(findings.events)
+            coverage["(iii) beyond the bound, as is the reference from itself"]["cases"] += bool(findings.sensitive)
+
+        check()
+
+
+WHAT: dict[str, Callable[[int, Coverage], None]] = {"selection": explore_selections, "models": explore_models}
 
 
 def print_coverage(coverage: Coverage, console: Console) -> None:
     """One histogram for each thing counted."""
     for name, counter in coverage.items():
-        if not counter:
+        if not any(counter.values()):
             continue
         table = Table(title=name, title_justify="left", show_header=False, box=None)
         most = max(counter.values())
         for key in sorted(counter, key=_order):
-            table.add_row(key, f"{counter[key]:,}", "█" * max(1, round(BAR_WIDTH * counter[key] / most)))
+            table.add_row(key, f"{counter[key]:,}", "█" * math.ceil(BAR_WIDTH * counter[key] / most))
         console.print(table)
 
 
@@ -116,7 +152,7 @@ def main(minutes: float, what: tuple[str, ...], first_seed: int | None, rounds: 
                 WHAT[name](number, coverage[name])
             except Exception:  # whatever a case can raise is a finding
                 console.print_exception(max_frames=3)
-                console.print(f"FAILED. The round again: python validation/explore.py --what {name} --seed {number} --rounds 1")
+                console.print(f"FAILED. The round again: python validation/explore.py --what {name} --seed {number} --rounds 1", soft_wrap=True)
                 failed = True
             done, number = done + 1, number + 1
     for name in names:
