@@ -152,7 +152,8 @@ def main(minutes: float, what: tuple[str, ...], first_seed: int | None, rounds: 
                 WHAT[name](number, coverage[name])
             except Exception:  # whatever a case can raise is a finding
                 console.print_exception(max_frames=3)
-                console.print(f"FAILED. The round again: python validation/explore.py --what {name} --seed {number} --rounds 1", soft_wrap=True)
+                again = f"python validation/explore.py --what {name} --seed {number} --rounds 1"
+                console.print(f"FAILED. The round again: {again}", soft_wrap=True)
                 failed = True
             done, number = done + 1, number + 1
     for name in names:
