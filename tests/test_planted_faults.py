@@ -273,7 +273,7 @@ def test_unknown_names_are_refused(arguments: list[str], message: str, tmp_path:
 
 
 def test_a_work_directory_inside_the_tree_is_refused() -> None:
-    done = CliRunner().invoke(planted_faults.main, ["--work", str(ROOT / "build"), "--all"])
+    done = CliRunner().invoke(planted_faults.main, ["--work", str(ROOT / "tests" / "work"), "--all"])
     assert (done.exit_code, "inside the tree" in done.stderr) == (2, True)
 
 

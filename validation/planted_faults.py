@@ -109,8 +109,8 @@ def main(
     mutations = chosen(load_mutations(ROOT), everything, only)
     console = Console(stderr=True)
     work = work.resolve()
-    if work.is_relative_to(ROOT):
-        raise click.UsageError("--work lies inside the tree that is copied")
+    if work.is_relative_to(ROOT) and not work.is_relative_to(ROOT / "build"):
+        raise click.UsageError("--work lies inside the tree that is copied; only build/ is left out")
     work.mkdir(parents=True, exist_ok=True)
     with (work / "lock").open("w") as lock:
         try:
