@@ -18,7 +18,7 @@ USABLE := import ensurepip, os, sys, sysconfig, venv; \
 # Requirements are listed once, in pyproject.toml; this prints a list of them.
 LISTED := import functools, sys, tomllib; print(*functools.reduce(dict.get, sys.argv[1:], tomllib.load(open("pyproject.toml", "rb"))), sep="\n")
 
-.PHONY: run test lint format isa sanitize clean help
+.PHONY: run test lint format isa sanitize fuzz clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make format    rewrite sources as lint wants them"
 	@echo "make isa       no instruction above x86-64-v2 outside the kernels that are chosen at run time; aarch64 under qemu"
 	@echo "make sanitize  native self-tests under AddressSanitizer + UBSan, then ThreadSanitizer"
+	@echo "make fuzz      INPUTS=1000000 damaged containers for the reader, guided by coverage; needs Python 3.13 or older"
 	@echo "make clean     remove the environment and everything built"
 
 # ---- what it does -------------------------------------------------------------------------------------------------
@@ -66,6 +67,12 @@ build/sanitize-%: FORCE
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/ctest --test-dir $@ --output-on-failure --parallel 2
 
 FORCE:
+
+INPUTS := 1000000
+fuzz: $(VENV)/.built
+	@$(PY) -c '$(LISTED)' project optional-dependencies fuzz > $(VENV)/fuzz.txt
+	@$(PIP) -r $(VENV)/fuzz.txt
+	$(PY) validation/fuzz/fuzz_container.py --inputs $(INPUTS)
 
 # ---- environment --------------------------------------------------------------------------------------------------
 $(VENV)/.created:
