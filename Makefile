@@ -18,11 +18,12 @@ USABLE := import ensurepip, os, sys, sysconfig, venv; \
 # Requirements are listed once, in pyproject.toml; this prints a list of them.
 LISTED := import functools, sys, tomllib; print(*functools.reduce(dict.get, sys.argv[1:], tomllib.load(open("pyproject.toml", "rb"))), sep="\n")
 
-# Long checks by hand: how long `make explore` goes on, and where `make proof` keeps its answers.
+# Long checks by hand: how long `make explore` goes on, inputs of `make fuzz`, and where `make proof` keeps its answers.
 MINUTES ?= 10
+INPUTS ?= 1000000
 PROOF ?= build/proof
 
-.PHONY: run test lint format isa sanitize explore proof clean help
+.PHONY: run test lint format isa sanitize explore fuzz proof clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +35,7 @@ help:
 	@echo "make sanitize  native self-tests under AddressSanitizer + UBSan, then ThreadSanitizer"
 	@echo "make explore   new random cases for MINUTES (10), until one fails; says what was covered"
 	@echo "make proof     every long check, and validation/records/proof.md: more than an hour"
+	@echo "make fuzz      INPUTS=1000000 damaged containers for the reader, guided by coverage; needs Python 3.13 or older"
 	@echo "make clean     remove the environment and everything built"
 
 # ---- what it does -------------------------------------------------------------------------------------------------
@@ -76,6 +78,11 @@ explore: $(VENV)/.dev
 
 proof: $(VENV)/.dev
 	$(PY) validation/proof.py --work $(PROOF)
+
+fuzz: $(VENV)/.built
+	@$(PY) -c '$(LISTED)' project optional-dependencies fuzz > $(VENV)/fuzz.txt
+	@$(PIP) -r $(VENV)/fuzz.txt
+	$(PY) validation/fuzz/fuzz_container.py --inputs $(INPUTS)
 
 FORCE:
 

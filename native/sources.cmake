@@ -21,6 +21,7 @@ set(COLIBRI_SOURCES
     src/io/repack.cpp
     # model
     src/model/attention.cpp
+    src/model/check_spec.cpp
     src/model/engine.cpp
     src/model/gqa.cpp
     src/model/indexer.cpp

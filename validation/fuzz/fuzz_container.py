@@ -2,21 +2,23 @@
 
 Every input describes a damaged container (mutations.py), which is written to a directory in memory and opened. A crash is anything
 but a ColibriError, an allocation that the files do not account for, or a container without damage that does not open.
-Exit status 1: there was a crash; its input stays in --artifacts, and giving that file as --replay repeats it.
+Exit status not 0: there was a crash (its input stays in --artifacts, and giving that file as --replay repeats it), or fewer than 20 %
+of the inputs were past JSON parsing.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import os
 import resource
 import shutil
 import sys
 import tempfile
 import time
 import zlib
-from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import atheris
 import click
@@ -27,12 +29,13 @@ with atheris.instrument_imports(include=["colibri_jax"], enable_loader_override=
     import colibri_jax.families
     import colibri_jax.quant  # noqa: F401
 
-sys.path.insert(0, str(Path(__file__).parent))
-from mutations import bases, damaged
-from target import STAGES, Directory, Observer
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from fuzz.containers import bases
+from fuzz.mutations import damaged
+from fuzz.target import STAGES, Directory, Observer
 
 REQUIRED_SHARE = 0.2
-MEASURED_ONE_IN = 8  # measuring allocations triples the time of an input
+MEASURED_ONE_IN = 8  # measuring allocations takes longer than the rest
 ADDRESS_SPACE = 2 << 30  # above what the process has when fuzzing begins: a larger allocation is a MemoryError at once
 
 
@@ -42,7 +45,6 @@ class Campaign:
     def __init__(self, directory: Path, report: Path | None, progress_every: int) -> None:
         self.observer, self.directory = Observer(), Directory(directory)
         self.inputs = self.measured = 0
-        self.lengths: Counter[int] = Counter()
         self._report, self._every = report, progress_every
         self._begin = time.monotonic()
 
@@ -60,7 +62,7 @@ class Campaign:
         if self.inputs % self._every == 0:
             self.write_report(sys.stderr)
 
-    def summary(self) -> dict[str, object]:
+    def summary(self) -> dict[str, Any]:
         """Counts so far, as JSON."""
         seconds = time.monotonic() - self._begin
         reached = {stage: self.observer.reached[stage] for stage in STAGES}
@@ -107,16 +109,28 @@ def main(inputs: int, seed: int, artifacts: Path, report: Path | None, replay: t
     folder = Path(tempfile.mkdtemp(prefix="fuzz-container-", dir=memory if memory.is_dir() else None))
     campaign = Campaign(folder, report, progress_every=50_000)
 
-    def finish() -> None:
-        """libFuzzer ends the process itself, so this runs at its exit."""
+    def finish() -> int:
+        """Exit status of a run without a crash."""
         campaign.write_report(sys.stdout if as_json else sys.stderr)
         shutil.rmtree(folder, ignore_errors=True)
+        share = campaign.summary()["share_past_json"]
+        if share >= REQUIRED_SHARE:
+            return 0
+        print(f"FAILED: {share:.1%} of the inputs were past JSON parsing, {REQUIRED_SHARE:.0%} required", file=sys.stderr, flush=True)
+        return 1
 
-    atexit.register(finish)
+    def one(data: bytes) -> None:
+        campaign.one(data)
+        if campaign.inputs == inputs:
+            os._exit(finish())  # libFuzzer would end the process without a way back here
+
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     if replay:
         with campaign.observer.installed():
             for path in replay:
                 campaign.one(path.read_bytes())
+                print(f"{path}: {', '.join(campaign.observer.refusals.elements()) or 'opened'}")
+                campaign.observer.refusals.clear()
         return
     corpus = artifacts / "corpus"
     corpus.mkdir(parents=True, exist_ok=True)
@@ -124,17 +138,8 @@ def main(inputs: int, seed: int, artifacts: Path, report: Path | None, replay: t
         (corpus / f"seed-{number:03d}").write_bytes(data)
     bases()
     _limit_memory()
-    arguments = [
-        sys.argv[0],
-        f"-runs={inputs}",
-        f"-seed={seed}",
-        "-max_len=160",
-        "-len_control=20",
-        "-timeout=20",
-        "-rss_limit_mb=0",
-        "-print_final_stats=1",
-    ]
-    atheris.Setup([*arguments, f"-artifact_prefix={artifacts}/", str(corpus)], campaign.one)
+    limits = ["-runs=-1", "-max_len=160", "-len_control=20", "-timeout=20", "-rss_limit_mb=0"]
+    atheris.Setup([sys.argv[0], f"-seed={seed}", *limits, f"-artifact_prefix={artifacts}/", str(corpus)], one)
     with campaign.observer.installed():
         atheris.Fuzz()
 

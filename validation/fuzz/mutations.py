@@ -7,132 +7,18 @@ arguments from the bytes that follow. Any input means something, and a mutated i
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import struct
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+from colibri_jax.container.formats import SCALE_SUFFIX, TAG_KEY
 
-from colibri_jax.config import ModelConfig
-from colibri_jax.container import checkpoints
-from colibri_jax.container.formats import SCALE_SUFFIX, TAG_KEY, tag_metadata
-from colibri_jax.quant import WeightFormat
+from .containers import DEEPSEEK, GLM, MIXTRAL, QWEN, Parts, bases
 
 WEIGHTS_FILE = "out-00000.safetensors"
 CONFIG_FILE = "config.json"
 MOST_OPERATIONS = 6
-
-_COMMON = {"vocab_size": 6, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
-_GLM = {
-    **_COMMON,
-    "model_type": "glm_moe_dsa",
-    "intermediate_size": 6,
-    "moe_intermediate_size": 4,
-    "n_routed_experts": 1,
-    "num_experts_per_tok": 1,
-    "n_shared_experts": 1,
-    "num_nextn_predict_layers": 0,
-    "first_k_dense_replace": 0,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 2,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 4,
-    "index_n_heads": 1,
-    "index_head_dim": 4,
-    "index_topk": 8,
-    "indexer_types": ["full"],
-}
-_GLM_MTP = {**_GLM, "num_nextn_predict_layers": 1, "first_k_dense_replace": 1}
-_DEEPSEEK = {
-    **{key: value for key, value in _GLM.items() if not key.startswith("index")},
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 0,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
-}
-_QWEN = {
-    **_COMMON,
-    "model_type": "qwen3_moe",
-    "head_dim": 4,
-    "num_key_value_heads": 1,
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "intermediate_size": 6,
-    "moe_intermediate_size": 4,
-    "mlp_only_layers": [],
-    "tie_word_embeddings": True,
-}
-_MIXTRAL = {**_COMMON, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 4}
-
-
-@dataclasses.dataclass
-class Parts:
-    """A container taken apart: what operations change."""
-
-    config: dict[str, Any]
-    header: dict[str, Any]
-    data: bytes
-    metadata: dict[str, Any]
-    tags: dict[str, Any] | None
-    """The format tag as JSON; None where there is none."""
-
-    def copy(self) -> Parts:
-        """Another that operations may change; what lies below the maps of names is replaced, never changed in place."""
-        tags = self.tags and {**self.tags, "formats": dict(self.tags["formats"])}
-        return Parts(dict(self.config), dict(self.header), self.data, dict(self.metadata), tags)
-
-
-@functools.cache
-def bases() -> tuple[Parts, ...]:
-    """Containers that open: tagged ones in both layouts, untagged ones, four families."""
-    return (
-        _container(_GLM, "rows16"),
-        _container(_GLM_MTP, None),
-        _container(_DEEPSEEK, "row_major"),
-        _container(_QWEN, "rows16"),
-        _container(_MIXTRAL, None),
-    )
-
-
-def _container(config: dict[str, Any], layout: Any) -> Parts:
-    rng = np.random.default_rng(1)
-    header: dict[str, Any] = {}
-    formats: dict[str, WeightFormat] = {}
-    data = bytearray()
-
-    def add(name: str, dtype: str, shape: list[int], content: bytes) -> None:
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
-        data.extend(content)
-
-    def floats(count: int) -> bytes:
-        return rng.normal(size=count).astype("<f4").tobytes()
-
-    for name, spec in checkpoints.named_specs(ModelConfig.from_hf(config)).items():
-        if spec.storage == "f32":
-            add(name, "F32", list(spec.shape), floats(int(np.prod(spec.shape))))
-            continue
-        rows, cols = spec.shape
-        interleaved = layout == "rows16" and not spec.storage.endswith("dequant")
-        fmt = WeightFormat(8 if spec.storage.startswith("int8") else 4, 0, "row_major")
-        if fmt.bits == 4:
-            fmt = WeightFormat(4, 64, "rows16" if interleaved else "row_major")
-        elif interleaved:
-            fmt = WeightFormat(8, 0, "rows16")
-        count = fmt.weight_bytes(rows, cols)
-        # rows16 holds its scales: zeros are finite everywhere.
-        add(name, "U8", [count], bytes(count) if interleaved else rng.bytes(count))
-        if fmt.layout == "row_major":
-            add(name + SCALE_SUFFIX, "F32", [fmt.scale_count(rows, cols)], floats(fmt.scale_count(rows, cols)))
-        formats[name] = fmt
-    tags = None if layout is None else json.loads(tag_metadata(formats)[TAG_KEY])
-    return Parts(config, header, bytes(data), {}, tags)
 
 
 # ---- values that parsers and arithmetic stumble over ----------------------------------------------------------------
@@ -231,7 +117,7 @@ _VALUES: tuple[Any, ...] = (
     ),
 )
 _CONFIG_KEYS = (
-    *sorted({*_GLM, *_DEEPSEEK, *_QWEN, *_MIXTRAL}),
+    *sorted({*GLM, *DEEPSEEK, *QWEN, *MIXTRAL}),
     *("rms_norm_eps", "mlp_layer_types", "clip_qkv", "rope_parameters", "rope_theta", "partial_rotary_factor", "norm_topk_prob"),
     *("routed_scaling_factor", "decoder_sparse_step", "index_topk_freq", "index_skip_topk_offset", "attention_bias", "hidden_act"),
     *("rope_interleave", "use_qk_norm", "index_topk_pattern", "sliding_window", "scoring_func", "topk_method", "mlp_bias"),

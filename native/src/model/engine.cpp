@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "attention.h"
+#include "check_spec.h"
 #include "colibri/error.h"
 #include "moe.h"
 
@@ -63,7 +64,7 @@ struct Engine::Impl {
     int64_t bytes_per_position = 0;
 
     Impl(ModelSpec m, EngineOptions o)
-        : model(std::move(m)),
+        : model((check_spec(m, o), std::move(m))),
           options(std::move(o)),
           pool(options.threads),
           products(kernels_for(options.isa), pool, options.quantised_activations),
@@ -189,6 +190,7 @@ Engine::Engine(ModelSpec model, EngineOptions options) : impl_(std::make_unique<
 Engine::~Engine() = default;
 
 MemoryPlan Engine::memory_plan(const ModelSpec& m, const EngineOptions& o) {
+    check_spec(m, o);
     MemoryPlan plan;
     for (const auto& [role, stored] : m.tensors) plan.dense_bytes += Weights::memory_bytes(stored, resident_form(role));
     if (m.tied) plan.dense_bytes += Weights::memory_bytes(m.tensors.at("embed"), Resident::rows16);
