@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,6 +113,8 @@ def main(
     if work.is_relative_to(ROOT) and not work.is_relative_to(ROOT / "build"):
         raise click.UsageError("--work lies inside the tree that is copied; only build/ is left out")
     work.mkdir(parents=True, exist_ok=True)
+    # The tests run in a session of their own: an end of this process must not leave them behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with (work / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
