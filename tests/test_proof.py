@@ -66,16 +66,24 @@ def test_an_answer_is_used_again_until_the_sources_change(tmp_path: Path, monkey
     monkeypatch.setattr(proof, "RECORD", tmp_path / "proof.md")
     for code, sources, ran in ((GOOD, "one", True), ("raise SystemExit(1)", "one", False), ("raise SystemExit(1)", "two", True)):
         monkeypatch.setattr(proof, "PARTS", parts(code))
-        monkeypatch.setattr(proof, "source_hash", lambda sources=sources: sources)
+        monkeypatch.setattr(proof, "source_hash", lambda names, sources=sources: sources)
         result = CliRunner().invoke(proof.main, ["--work", str(tmp_path / "work")])
         assert result.exit_code == (1 if ran and code != GOOD else 0)
 
 
-def test_a_report_says_what_did_not_run_and_what_is_from_other_sources() -> None:
-    answer = {"title": "The suite", "command": "c", "seconds": 60.0, "status": 0, "sources": "old", "result": json.loads(GOOD[7:-2])}
-    text = render({"suite": answer}, ("suite", "models"), "new")
-    assert "from other sources (old)" in text
-    assert "| models |  |  | **not run** |" in text
+def test_a_report_says_what_did_not_run_and_what_is_out_of_date() -> None:
+    answer = {
+        "title": "The suite",
+        "command": "c",
+        "seconds": 60.0,
+        "status": 0,
+        "sources": "s",
+        "stale": True,
+        "result": json.loads(GOOD[7:-2]),
+    }
+    text = render({"suite": answer}, ("suite", "models"))
+    assert "the sources have changed since" in text
+    assert "| models |  |  |  | **not run** |" in text
     assert "2 tests passed in 1 files" in text
 
 

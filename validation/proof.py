@@ -26,8 +26,9 @@ from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "validation" / "records" / "proof.md"
-SOURCES = ("colibri_jax", "native", "tests", "validation", "pyproject.toml")
+PRODUCT, SCRIPTS, TESTS = ("colibri_jax", "native", "pyproject.toml"), ("validation",), ("tests",)
 SOURCE_SUFFIXES = {".py", ".cpp", ".h", ".txt", ".toml", ".npz", ".sh"}
+REPORTERS = {"proof.py", "proof_report.py"}  # no answer depends on them
 
 Answer = dict[str, Any]
 
@@ -39,12 +40,14 @@ class Part:
     Attributes:
         title: what it is called in the report.
         command: to be run in the repository; `{work}` is a directory of its own that is removed afterwards.
+        sources: files and directories that its answer depends on.
         quick: replacements for arguments under `--quick`.
         read: from the command's output to its answer; by default the output is one JSON object.
     """
 
     title: str
     command: Sequence[str]
+    sources: Sequence[str] = (*PRODUCT, *SCRIPTS)
     quick: dict[str, str] = dataclasses.field(default_factory=dict)
     read: Callable[[str], Answer] = json.loads
 
@@ -54,6 +57,7 @@ PARTS: dict[str, Part] = {
     "suite": Part(
         title="The test suite",
         command=(PYTHON, "validation/suite_numbers.py", "--json"),
+        sources=(*PRODUCT, *SCRIPTS, *TESTS),
     ),
     "selection": Part(
         title="Selection",
@@ -68,6 +72,7 @@ PARTS: dict[str, Part] = {
     "faults": Part(
         title="Planted faults",
         command=(PYTHON, "validation/planted_faults.py", "--all", "--work", "{work}", "--json"),
+        sources=(*PRODUCT, *SCRIPTS, *TESTS),
     ),
     "memory": Part(
         title="Bigger than memory",
@@ -76,16 +81,18 @@ PARTS: dict[str, Part] = {
     "sanitizers": Part(
         title="Sanitizers",
         command=("make", "--no-print-directory", "sanitize"),
+        sources=("native", "Makefile"),
         read=lambda output: {"passed": [line.strip() for line in output.splitlines() if "tests passed" in line]},
     ),
 }
 
 
-def source_hash() -> str:
-    """Of everything that an answer may depend on; generated files and records are not part of it."""
+def source_hash(names: Sequence[str]) -> str:
+    """Of files and directories in the repository; generated files, records and those who report are not part of it."""
     total = hashlib.sha256()
-    files = [path for name in SOURCES for path in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"))]
-    for path in sorted(path for path in files if path.suffix in SOURCE_SUFFIXES and "records" not in path.parts):
+    files = [path for name in names if not (ROOT / name).is_file() for path in (ROOT / name).rglob("*") if path.suffix in SOURCE_SUFFIXES]
+    files = [path for path in files if "records" not in path.parts and path.name not in REPORTERS]
+    for path in sorted([*files, *(ROOT / name for name in names if (ROOT / name).is_file())]):
         total.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return total.hexdigest()[:16]
 
@@ -112,8 +119,9 @@ def run_part(part: Part, work: Path, quick: bool) -> Answer:
 def main(work: Path, only: tuple[str, ...], quick: bool) -> None:
     """Run every long check and write the report."""
     work.mkdir(parents=True, exist_ok=True)
-    console, sources, answers = Console(stderr=True), source_hash(), {}
+    console, answers = Console(stderr=True), {}
     for name, part in PARTS.items():
+        sources = source_hash(part.sources)
         kept = work / f"{name}{'-quick' if quick else ''}.json"
         answer = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
         fresh = answer is not None and answer["sources"] == sources and answer["status"] == 0
@@ -125,7 +133,7 @@ def main(work: Path, only: tuple[str, ...], quick: bool) -> None:
             answers[name] = answer | {"title": part.title, "stale": answer["sources"] != sources}
             console.print(f"{part.title}: {'passed' if answer['status'] == 0 else 'FAILED'}, {answer['seconds']:.0f} s")
     target = work / RECORD.name if quick else RECORD
-    target.write_text(render(answers, tuple(PARTS), sources), encoding="utf-8")
+    target.write_text(render(answers, tuple(PARTS)), encoding="utf-8")
     console.print(f"report: {target}")
     sys.exit(0 if len(answers) == len(PARTS) and all(a["status"] == 0 and not a["stale"] for a in answers.values()) else 1)
 

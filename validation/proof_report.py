@@ -14,10 +14,11 @@ from typing import Any
 Answer = Mapping[str, Any]
 
 REQUIRED_SELECTION_CASES, REQUIRED_MODEL_CASES, REQUIRED_SHAPES, REQUIRED_FAULTS = 200_000, 5_000, 60, 15
+SHOWN_TIES = 12  # those with the widest margins
 PACKAGES = ("jax", "jaxlib", "numpy", "safetensors", "hypothesis", "pytest")
 
 
-def render(answers: Mapping[str, Answer], parts: Sequence[str], sources: str) -> str:
+def render(answers: Mapping[str, Answer], parts: Sequence[str]) -> str:
     """The whole report. `parts`: all that there should be; what is missing is said."""
     lines = [
         "# The proof",
@@ -25,23 +26,23 @@ def render(answers: Mapping[str, Answer], parts: Sequence[str], sources: str) ->
         "Written by `make proof`. Reference (JAX), native engine (C++) and transformers are held against each other, and the checks",
         "themselves against faults planted on purpose.",
         "",
-        *_table(("part", "command", "minutes", "outcome"), (_part_row(name, answers.get(name), sources) for name in parts)),
+        *_table(("part", "command", "minutes", "sources", "outcome"), (_part_row(name, answers.get(name)) for name in parts)),
         "",
     ]
     for name, section in SECTIONS.items():
         if name in answers:
             lines += [f"## {answers[name]['title']}", "", *section(answers[name]["result"]), ""]
-    lines += ["## Versions and machine", "", *_machine(), f"- sources: {sources}", ""]
+    lines += ["## Versions and machine", "", *_machine(), ""]
     return "\n".join(lines)
 
 
-def _part_row(name: str, answer: Answer | None, sources: str) -> tuple[str, ...]:
+def _part_row(name: str, answer: Answer | None) -> tuple[str, ...]:
     if answer is None:
-        return name, "", "", "**not run**"
+        return name, "", "", "", "**not run**"
     outcome = "passed" if answer["status"] == 0 else f"**failed** ({answer['status']})"
-    if answer["sources"] != sources:
-        outcome += f", from other sources ({answer['sources']})"
-    return answer["title"], f"`{answer['command']}`", f"{answer['seconds'] / 60:.1f}", outcome
+    if answer["stale"]:
+        outcome += ", **but the sources have changed since**"
+    return answer["title"], f"`{answer['command']}`", f"{answer['seconds'] / 60:.1f}", f"`{answer['sources']}`", outcome
 
 
 def _suite(result: Mapping[str, Any]) -> list[str]:
@@ -110,21 +111,32 @@ def _models(result: Mapping[str, Any]) -> list[str]:
     lines += _table(
         ("property", "cases", "failures"), ((name, f"{p['cases']:,}", p["failures"]) for name, p in result["properties"].items())
     )
-    return lines
+    events = ", ".join(f"{name} {n:,}" for name, n in sorted(result["total"]["events"].items()))
+    lines += ["", f"Met on the way: {events}.", "", f"Near-ties: {len(result['near_ties'])}.", *_near_ties(result["near_ties"])]
+    lines += ["", f"Cases beyond the bound of (iii) in which the reference's own last bits move it as far: {len(result['sensitive'])}.", ""]
+    return lines + [f"- case {s['case']}, {s['what']}: {s['error']:.2g}, own movement {s['own_movement']:.2g}" for s in result["sensitive"]]
+
+
+def _near_ties(ties: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = (
+        (t["case"], t["layer"], t["position"], "none" if t["margin"] is None else f"{t['margin']:.2g}", f"{t['difference']:.2g}")
+        for t in sorted(ties, key=lambda t: -(t["margin"] or 0.0))[:SHOWN_TIES]
+    )
+    return ["", *_table(("case", "layer", "position", "margin", "difference of values"), rows)] if ties else []
 
 
 def _faults(result: Mapping[str, Any]) -> list[str]:
     names = {fault["name"] for fault in result["faults"]}
     caught = names - {fault["name"] for fault in result["faults"] if not fault["caught"]}
     rows = (
-        (f["name"], f"`{f['file']}`", "yes" if f["caught"] else "**no**", f"`{_first(f['failed'])}`", f"{f['seconds']:.0f}")
+        (f["name"], f["mutation"], f["file"], "yes" if f["caught"] else "**no**", f"`{_first(f['failed'])}`", f"{f['seconds']:.0f}")
         for f in result["faults"]
     )
     return [
         f"{len(caught)} of {len(names)} faults ({REQUIRED_FAULTS} asked for) caught by the unchanged suite; planted in "
         f"{len(result['faults'])} places.",
         "",
-        *_table(("fault", "planted in", "caught", "first test that failed", "seconds"), rows),
+        *_table(("fault", "mutation", "planted in", "caught", "first test that failed", "seconds"), rows),
     ]
 
 
@@ -133,9 +145,27 @@ def _first(tests: Sequence[str]) -> str:
 
 
 def _memory(result: Mapping[str, Any]) -> list[str]:
-    return _table(
-        ("what", "value"), ((key.replace("_", " "), f"{value:,}" if isinstance(value, int) else value) for key, value in result.items())
+    rows = (
+        (
+            name,
+            _ended(outcome),
+            *(f"{outcome[key] / 1e9:.2f} GB" for key in ("peak_address_bytes", "peak_resident_bytes")),
+            f"{outcome['seconds']:.0f}",
+        )
+        for name, outcome in result["outcomes"].items()
     )
+    return [
+        f"A container of {result['container_bytes'] / 1e9:.2f} GB, compared by processes with an address space of "
+        f"{result['limit_bytes'] / 1e9:.2f} GB.",
+        "",
+        *_table(("process", "outcome", "peak address space", "peak resident", "seconds"), rows),
+    ]
+
+
+def _ended(outcome: Mapping[str, Any]) -> str:
+    if outcome["report"] is not None:
+        return "all comparisons hold" if outcome["report"].get("passed", True) else "a comparison fails"
+    return "out of memory" if outcome["out_of_memory"] else outcome["failure"]
 
 
 def _sanitizers(result: Mapping[str, Any]) -> list[str]:
