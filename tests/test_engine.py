@@ -280,7 +280,8 @@ def test_statistics_count_what_happened(containers: dict[str, Path]) -> None:
     """Hits and misses are the distinct experts after the cut; reads that the cut avoided are those of experts not in memory."""
     routing = RoutingOptions(budget=5)
     model = native(containers["odd"], cache_experts=1, routing=routing, budget_scopes=("verify",))
-    routers = [layer.router for layer in reference(containers["odd"])._layers if layer.router is not None]
+    defining = reference(containers["odd"])
+    routers = [defining.router(layer) for layer in model.config.moe_layers]
     model.set_trace(True)
     resident = [-1] * 3  # with one slot, the expert used last
     avoided = useful = hits = 0
