@@ -85,6 +85,9 @@ class _Keys:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError("wrong type", where=self._inside + key, expected="a number", got=repr(value))
+        # JSON as Python reads it has Infinity and NaN.
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError("not finite", where=self._inside + key, expected="a finite number", got=value)
         return float(self.int(key, default if isinstance(default, int) else None) if isinstance(value, int) else value)
 
     def bool(self, key: str, default: bool | None = None) -> bool:
@@ -352,7 +355,10 @@ def _rope(keys: _Keys, dim: int, layout: RopeLayout, *, theta: float = 10000.0, 
 
 def _partial_rotary_factor(keys: _Keys, default: float) -> float:
     section, _ = _rope_section(keys)
-    return section.float("partial_rotary_factor", keys.float("partial_rotary_factor", default))
+    share = section.float("partial_rotary_factor", keys.float("partial_rotary_factor", default))
+    if not 0.0 < share <= 1.0:
+        raise ConfigError("share out of range", where="config.json: partial_rotary_factor", expected="above 0, at most 1", got=share)
+    return share
 
 
 def _yarn(keys: _Keys, section: _Keys) -> YarnConfig:

@@ -251,6 +251,10 @@ def test_sparse_layers_follow_step_and_exceptions() -> None:
         ("deepseek_v3-0", {"attention_bias": True}, "attention_bias"),
         ("deepseek_v3-0", {"scoring_func": "softmax"}, "scoring_func"),
         ("deepseek_v3-0", {"n_group": 5}, "n_group"),
+        ("deepseek_v3-0", {"routed_scaling_factor": float("nan")}, "routed_scaling_factor"),
+        ("glm4_moe-0", {"partial_rotary_factor": float("inf")}, "partial_rotary_factor"),
+        ("glm4_moe-0", {"partial_rotary_factor": 1e308}, "partial_rotary_factor"),
+        ("glm4_moe-0", {"partial_rotary_factor": 0.0}, "partial_rotary_factor"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(name: str, changes: dict[str, Any], where: str) -> None:
