@@ -71,7 +71,7 @@ PARTS: dict[str, Part] = {
     ),
     "faults": Part(
         title="Planted faults",
-        command=(PYTHON, "validation/planted_faults.py", "--all", "--work", "{work}", "--json"),
+        command=(PYTHON, "validation/planted_faults.py", "--all", "--skip-baseline", "--work", "{work}", "--json"),
         sources=(*PRODUCT, *SCRIPTS, *TESTS),
     ),
     "memory": Part(
