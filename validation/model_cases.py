@@ -268,8 +268,8 @@ def _print(found: dict[str, Any], console: Console) -> None:
         console.print(f"… and {len(found['near_ties']) - SHOWN_TIES} more near-ties")
     for measured in found["sensitive"]:
         console.print(
-            f"sensitive: case {measured['case']}, {measured['what']} differ by {measured['error']:.2e}; one unit in the last place of the "
-            f"embeddings moves the reference by {measured['own_movement']:.2e}"
+            f"sensitive: case {measured['case']}, {measured['what']} differ by {measured['error']:.2e}; other orders of sums move "
+            f"the reference's by {measured['own_movement']:.2e}"
         )
     console.print(
         f"{found['wall_seconds']:.0f} s; compiling {found['compile_seconds_per_shape']:.1f} s a shape, "

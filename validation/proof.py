@@ -66,8 +66,8 @@ PARTS: dict[str, Part] = {
     ),
     "models": Part(
         title="Models",
-        command=(PYTHON, "validation/model_cases.py", "--cases", "5000", "--shapes", "64", "--json"),
-        quick={"5000": "60", "64": "6"},
+        command=(PYTHON, "validation/model_cases.py", "--cases", "5120", "--shapes", "64", "--json"),
+        quick={"5120": "60", "64": "6"},
     ),
     "faults": Part(
         title="Planted faults",

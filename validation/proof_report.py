@@ -113,7 +113,11 @@ def _models(result: Mapping[str, Any]) -> list[str]:
     )
     events = ", ".join(f"{name} {n:,}" for name, n in sorted(result["total"]["events"].items()))
     lines += ["", f"Met on the way: {events}.", "", f"Near-ties: {len(result['near_ties'])}.", *_near_ties(result["near_ties"])]
-    lines += ["", f"Cases beyond the bound of (iii) in which the reference's own last bits move it as far: {len(result['sensitive'])}.", ""]
+    lines += [
+        "",
+        f"Cases beyond the bound of (iii), in which other orders of sums move the reference itself as far: {len(result['sensitive'])}.",
+        "",
+    ]
     return lines + [f"- case {s['case']}, {s['what']}: {s['error']:.2g}, own movement {s['own_movement']:.2g}" for s in result["sensitive"]]
 
 
