@@ -47,7 +47,7 @@ class Part:
 
     title: str
     command: Sequence[str]
-    sources: Sequence[str] = (*PRODUCT, *SCRIPTS)
+    sources: Sequence[str] = ()
     quick: dict[str, str] = dataclasses.field(default_factory=dict)
     read: Callable[[str], Answer] = json.loads
 
@@ -61,11 +61,17 @@ PARTS: dict[str, Part] = {
     ),
     "selection": Part(
         title="Selection",
+        sources=(*PRODUCT, "validation/selection_cases.py", "validation/selection_reading.py"),
         command=(PYTHON, "validation/selection_cases.py", "--cases", "200000", "--json"),
         quick={"200000": "4000"},
     ),
     "models": Part(
         title="Models",
+        sources=(
+            *PRODUCT,
+            "validation/choosing.py",
+            *(f"validation/model_{part}.py" for part in ("cases", "checks", "laws", "runs", "shapes")),
+        ),
         command=(PYTHON, "validation/model_cases.py", "--cases", "5120", "--shapes", "64", "--json"),
         quick={"5120": "60", "64": "6"},
     ),
@@ -76,6 +82,7 @@ PARTS: dict[str, Part] = {
     ),
     "memory": Part(
         title="Bigger than memory",
+        sources=(*PRODUCT, "validation/bigger_than_memory.py", "validation/bench/make_model.py"),
         command=(PYTHON, "validation/bigger_than_memory.py", "--work", "{work}", "--json"),
     ),
     "sanitizers": Part(
