@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from choosing import Random
 from hypothesis import strategies as st
-from model_checks import Subject
+from model_checks import CHECKS, Findings, Subject
 from model_runs import Run, Step, make_run
 from model_shapes import Shape, make_shape, make_weights, write_model
 from strategies import Drawn
@@ -36,6 +36,11 @@ class Models:
             values = make_weights(shape.model, [weights], plain=weights == 0)
             self._made[key] = Subject(write_model(self._directory / str(len(self._made)), shape, values), shape)
         return self._made[key]
+
+
+def faults(name: str, subject: Subject, run: Run) -> list[str]:
+    """What a checker of `model_checks` finds."""
+    return list(CHECKS[name](subject, run, Findings()))
 
 
 @functools.cache

@@ -73,13 +73,21 @@ def doctored(path: Path, changes: dict[str, Change], **options: Any) -> Referenc
     return ReferenceModel(opened.runnable_config, params, **options)
 
 
-def compare_with(monkeypatch: pytest.MonkeyPatch, path: Path, changes: dict[str, Change], **arguments: Any) -> CompareReport:
-    """`compare`, in which the reference alone gets changed weights."""
+def change_reference(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Change]) -> None:
+    """Let `compare` give the reference alone changed weights."""
 
-    def load_changed(source: Path, backend: str = "native", *, group_size: int | None = None, **options: Any) -> Any:
-        return load(source, **options) if backend == "native" else doctored(source, changes, **options)
+    def load_changed(source: Path, backend: str = "native", **options: Any) -> Any:
+        if backend == "native":
+            return load(source, **options)
+        known = {name: value for name, value in options.items() if name not in ("group_size", "residency")}
+        return doctored(source, changes, **known)
 
     monkeypatch.setattr(running, "load", load_changed)
+
+
+def compare_with(monkeypatch: pytest.MonkeyPatch, path: Path, changes: dict[str, Change], **arguments: Any) -> CompareReport:
+    """`compare`, in which the reference alone gets changed weights."""
+    change_reference(monkeypatch, changes)
     return compare(path, TOKENS.tolist(), **{"options": OPTIONS, **arguments})
 
 
@@ -505,10 +513,7 @@ def test_command_compares_on_a_text_and_prints_json(container: Path, tmp_path: P
 
 
 def test_command_says_by_its_status_that_one_does_not_hold(container: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_changed(source: Path, backend: str = "native", *, group_size: int | None = None, **options: Any) -> Any:
-        return load(source, **options) if backend == "native" else doctored(source, {"head": other_integer}, **options)
-
-    monkeypatch.setattr(running, "load", load_changed)
+    change_reference(monkeypatch, {"head": other_integer})
     result = call(str(container), "--prompt", "hi", *SIZES)
     assert result.exit_code == 1
     assert "FAILED (ii)" in result.stdout

@@ -17,23 +17,14 @@ from doctored_models import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_checks import CHECKS, Findings, Subject
+from model_checks import CHECKS, Findings
 from model_runs import Run
-from model_strategies import WEIGHTS, Models, plain_run, reference_shape, runs
+from model_strategies import WEIGHTS, Models, faults, plain_run, reference_shape, runs
 
 from colibri_jax.compare import layers, whole
 from colibri_jax.config import FAMILIES
 
 SHIPPED, FLOATS = "as shipped (i, ii, w4a8)", "float activations (iii)"
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("models"))
-
-
-def faults(name: str, subject: Subject, run: Run) -> list[str]:
-    return list(CHECKS[name](subject, run, Findings()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,7 +71,7 @@ def test_the_comparison_sees_a_planted_fault(
 def test_a_row_of_zeros_hides_no_other_row() -> None:
     """Spoilt weights make such rows; 0/0 would be the largest error of its step, and then be dropped."""
     zeros, other = np.zeros((2, 3), np.float32), np.array([[0, 0, 0], [0, 2, 1]], np.float32)
-    assert whole._relative_error(zeros, zeros) == 0.0
-    assert whole._relative_error(other, other + np.float32([[0], [0.5]])) == 0.25
-    assert whole._relative_error(zeros, other) == np.inf
-    assert whole._relative_error(zeros, other, least=1.0) == 2.0
+    assert whole.relative_error(zeros, zeros) == 0.0
+    assert whole.relative_error(other, other + np.float32([[0], [0.5]])) == 0.25
+    assert whole.relative_error(zeros, other) == np.inf
+    assert whole.relative_error(zeros, other, least=1.0) == 2.0

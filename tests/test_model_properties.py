@@ -33,7 +33,7 @@ from model_checks import CHECKS, NATIVE_CHECKS, Findings, Subject
 from model_laws import MONOTONE, mass_faults, order_faults, selection_faults
 from model_runs import REPRODUCIBLE, Run
 from model_shapes import Shape
-from model_strategies import Models, models_and_runs, plain_run, reference_shape
+from model_strategies import Models, faults, models_and_runs, plain_run, reference_shape
 from strategies import Case, selection_cases
 
 import colibri_jax
@@ -42,16 +42,6 @@ from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Selection
 
 Select = Callable[[npt.NDArray[np.float32], RouterSpec, RoutingOptions], Selection]
 BACKENDS: dict[str, Select] = {"native": colibri_jax.native.select_experts, "reference": colibri_jax.reference.select_experts}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("models"))
-
-
-def faults(name: str, subject: Subject, run: Run) -> list[str]:
-    """What a checker finds."""
-    return list(CHECKS[name](subject, run, Findings()))
 
 
 # ---- native alone ---------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_exploring_stops_at_a_planted_fault_and_says_how_to_repeat_it(monkeypatc
 
 
 def parts(code: str) -> dict[str, proof.Part]:
-    return {"suite": proof.Part(title="The suite", command=(sys.executable, "-c", code))}
+    return {"suite": proof.Part(title="The suite", command=(sys.executable, "-c", code), sources=())}
 
 
 GOOD = 'print(\'{"files": {"a": {"passed": 2}}, "errors": []}\')'

@@ -22,7 +22,7 @@ from model_shapes import POSITIONS, Shape
 from colibri_jax.compare.layers import PartByPart, compare_parts
 from colibri_jax.compare.report import W4A32_RELATIVE_ERROR
 from colibri_jax.compare.step import NativeStep, follow_layer
-from colibri_jax.compare.whole import Follower, NearTie, WholeModel, differing_rows
+from colibri_jax.compare.whole import Follower, NearTie, WholeModel, differing_rows, relative_error
 from colibri_jax.config import MLAConfig
 from colibri_jax.container.reader import Container
 from colibri_jax.engine.session import NativeModel
@@ -214,8 +214,7 @@ def own_movement(subject: Subject, run: Run) -> dict[str, float]:
         ours, *twins = [_followed(step, model, cache) for model, cache in zip(models, caches, strict=True)]
         for theirs in twins:
             for (what, ours_TX), (_, theirs_TX) in zip(ours, theirs, strict=True):
-                largest_T = np.maximum(np.abs(ours_TX).max(axis=1), 1.0 if what == "router logits" else np.finfo(np.float32).tiny)
-                moved[what] = max(moved[what], float((np.abs(ours_TX - theirs_TX).max(axis=1) / largest_T).max()))
+                moved[what] = max(moved[what], relative_error(ours_TX, theirs_TX, least=1.0 if what == "router logits" else 0.0))
     return moved
 
 

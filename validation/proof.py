@@ -27,7 +27,7 @@ from rich.console import Console
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "validation" / "records" / "proof.md"
 PRODUCT, SCRIPTS, TESTS = ("colibri_jax", "native", "pyproject.toml"), ("validation",), ("tests",)
-SOURCE_SUFFIXES = {".py", ".cpp", ".h", ".txt", ".toml", ".npz", ".sh"}
+SOURCE_SUFFIXES = {".py", ".cpp", ".h", ".cmake", ".txt", ".toml", ".npz", ".sh"}
 REPORTERS = {"proof.py", "proof_report.py"}  # no answer depends on them
 
 Answer = dict[str, Any]
@@ -47,7 +47,7 @@ class Part:
 
     title: str
     command: Sequence[str]
-    sources: Sequence[str] = ()
+    sources: Sequence[str]
     quick: dict[str, str] = dataclasses.field(default_factory=dict)
     read: Callable[[str], Answer] = json.loads
 

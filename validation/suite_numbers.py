@@ -30,15 +30,13 @@ def read_report(path: Path) -> dict[str, Any]:
     largest: dict[tuple[str, str], dict[str, Any]] = {}
     for case in ElementTree.parse(path).iter("testcase"):
         outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
-        file = case.get("classname", "").split(".")[1] if "." in case.get("classname", "") else case.get("classname", "")
-        counts.setdefault(file, Counter())[outcome] += 1
+        name = case.get("classname", "")  # directory.file, and a class where there is one
+        counts.setdefault(name.split(".")[1] if "." in name else name, Counter())[outcome] += 1
         for item in case.iter("property"):
             if item.get("name") == "error":
                 error = ast.literal_eval(item.get("value", ""))
-                key = (error["what"], error["of"])
-                found = largest.setdefault(key, error | {"tests": 0})
-                found |= {"tests": found["tests"] + 1, "value": max(found["value"], error["value"])}
-                largest[key] = found
+                found = largest.setdefault((error["what"], error["of"]), error | {"tests": 0})
+                found.update(tests=found["tests"] + 1, value=max(found["value"], error["value"]))
     return {"files": {file: dict(counter) for file, counter in sorted(counts.items())}, "errors": list(largest.values())}
 
 

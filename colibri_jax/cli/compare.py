@@ -16,9 +16,11 @@ from rich.progress import Progress
 from colibri_jax.cli.options import (
     BYTES_PER_GB,
     effective_options,
+    group_size_option,
+    in_bytes,
     model_argument,
     model_directory,
-    parse_gigabytes,
+    ram_option,
     routing_from,
     routing_options,
 )
@@ -122,15 +124,8 @@ def parse_layers(text: str) -> tuple[int, ...]:
 @click.option(
     "--cache-experts", type=click.IntRange(min=1), help="Experts per layer that the native engine keeps; changes no result.  [default: 8]"
 )
-@click.option(
-    "--ram-gb",
-    type=parse_gigabytes,
-    metavar="GB",
-    envvar="RAM_GB",
-    show_envvar=True,
-    help="Memory the native engine may allocate, instead of a count of experts.",
-)
-@click.option("--group-size", type=click.IntRange(min=1), help="Quantisation group of an untagged container that allows several readings.")
+@ram_option("Memory the native engine may allocate, instead of a count of experts.")
+@group_size_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def compare(ctx: click.Context, /, **_: Any) -> None:
@@ -177,7 +172,7 @@ def compare(ctx: click.Context, /, **_: Any) -> None:
                 tokens=value["tokens"], prefill=value["prefill"], verify_rows=value["verify_rows"], greedy=value["greedy"]
             ),
             cache_experts=value["cache_experts"],
-            ram_bytes=None if value["ram_gb"] is None else round(value["ram_gb"] * BYTES_PER_GB),
+            ram_bytes=None if value["ram_gb"] is None else in_bytes(value["ram_gb"]),
             residency=residency,
             layers=value["layers"],
             group_size=value["group_size"],

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from colibri_jax.cli.options import BYTES_PER_GB, parse_gigabytes
+from colibri_jax.cli.options import in_bytes, parse_gigabytes
 from colibri_jax.container.convert import plan_conversion, run_conversion
 
 # The command's names for layouts: "colibri" is what other engines open, the container's word for it says how rows lie.
@@ -34,7 +34,7 @@ def convert(source: Path, target: Path, layout: str, group_size: int, shard_gb: 
     One tensor is in memory at a time. An interrupted conversion goes on with the first unfinished file when the same command is
     given again; a finished container is never overwritten.
     """
-    limits: dict[str, Any] = {} if shard_gb is None else {"shard_bytes": round(shard_gb * BYTES_PER_GB)}
+    limits: dict[str, Any] = {} if shard_gb is None else {"shard_bytes": in_bytes(shard_gb)}
     plan = plan_conversion(source, target, layout=LAYOUTS[layout], group_size=group_size, **limits)
     for line in plan.lines():
         click.echo(line)

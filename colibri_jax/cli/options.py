@@ -43,6 +43,23 @@ def parse_gigabytes(value: str | float) -> float:
     return gigabytes
 
 
+def in_bytes(gigabytes: float) -> int:
+    """An amount in 10^9 bytes as a whole number of bytes."""
+    return round(gigabytes * BYTES_PER_GB)
+
+
+def ram_option(purpose: str) -> Callable[[Command], Command]:
+    """--ram-gb, which means memory of one thing or another."""
+    return click.option("--ram-gb", type=parse_gigabytes, metavar="GB", envvar="RAM_GB", show_envvar=True, help=purpose)
+
+
+def group_size_option(command: Command) -> Command:
+    """--group-size of a container."""
+    return click.option(
+        "--group-size", type=click.IntRange(min=1), help="Quantisation group of an untagged container that allows several readings."
+    )(command)
+
+
 def _apply(decorators: Iterable[Callable[[Command], Command]], command: Command) -> Command:
     for decorator in reversed(list(decorators)):
         command = decorator(command)
@@ -141,14 +158,7 @@ def engine_options(command: Command) -> Command:
                 show_envvar=True,
                 help="Experts kept in memory per layer. Not together with --ram-gb.",
             ),
-            click.option(
-                "--ram-gb",
-                type=parse_gigabytes,
-                metavar="GB",
-                envvar="RAM_GB",
-                show_envvar=True,
-                help="Memory the engine may allocate (the interpreter comes on top); the cache takes what the dense weights leave.",
-            ),
+            ram_option("Memory the engine may allocate (the interpreter comes on top); the cache takes what the dense weights leave."),
             click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine; its own choice if not given."),
             click.option("--io", type=click.Choice(["direct", "buffered"]), help="Read experts past the page cache, or through it."),
             click.option("--isa", help="Instruction set of the kernels; the best of this CPU if not given."),
@@ -157,9 +167,7 @@ def engine_options(command: Command) -> Command:
                 type=click.Choice(["full", "w4a8", "w4a32"]),
                 help="Arithmetic: int4 weights with int8 or float32 activations, or (reference, unconverted checkpoint) as stored.",
             ),
-            click.option(
-                "--group-size", type=click.IntRange(min=1), help="Quantisation group of an untagged container that allows several readings."
-            ),
+            group_size_option,
         ],
         command,
     )
@@ -247,7 +255,7 @@ def load_arguments(options: Mapping[str, OptionValue]) -> dict[str, Any]:
     value = {name: option.value for name, option in options.items()}
     arguments = {name: value.get(name) for name in ("backend", "precision", "threads", "io", "isa", "group_size", "cache_experts")}
     if value.get("ram_gb") is not None:
-        arguments["ram_bytes"] = round(value["ram_gb"] * BYTES_PER_GB)
+        arguments["ram_bytes"] = in_bytes(value["ram_gb"])
     return {name: argument for name, argument in arguments.items() if argument is not None}
 
 

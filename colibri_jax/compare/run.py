@@ -89,7 +89,6 @@ def compare(
     """
     options, routing = options or CompareOptions(), routing or RoutingOptions()
     common: dict[str, Any] = {"routing": routing, "budget_scopes": budget_scopes, "group_size": group_size}
-    residencies: dict[str, Any] = {"residency": residency} if residency != "all" else {}
     if cache_experts is None and ram_bytes is None:
         cache_experts = CACHE_EXPERTS
 
@@ -99,7 +98,7 @@ def compare(
         return native
 
     def load_reference(precision: Precision) -> ReferenceModel:
-        reference = load(path, backend="reference", precision=precision, **residencies, **common)
+        reference = load(path, backend="reference", precision=precision, residency=residency, **common)
         assert isinstance(reference, ReferenceModel)
         return reference
 

@@ -111,7 +111,7 @@ class Follower(OwnChoices):
         if chosen_TS is not None:
             result.differing_attended += int((chosen_TS != step.attended(layer)).any(axis=1).sum())
         if done.router_logits_TE is not None:
-            error = _relative_error(done.router_logits_TE, step.trace["router_logits"][step.moe_index(layer)], least=1.0)
+            error = relative_error(done.router_logits_TE, step.trace["router_logits"][step.moe_index(layer)], least=1.0)
             result.worst_router_error = max(result.worst_router_error, error)
         return done, chosen_TS
 
@@ -189,7 +189,8 @@ def _scores(logits: Float32, router: RouterSpec) -> Float64:
     return np.exp(_log_softmax(z))
 
 
-def _relative_error(ours_TX: Float32, theirs_TX: Float32, least: float = 0.0) -> float:
+def relative_error(ours_TX: Float32, theirs_TX: Float32, least: float = 0.0) -> float:
+    """The largest |difference| of any row, relative to the row's largest value, which counts as `least` or more."""
     difference_T, largest_T = np.abs(ours_TX - theirs_TX).max(axis=1), np.maximum(np.abs(ours_TX).max(axis=1), np.float32(least))
     # A row of zeros is at no distance from zeros, and infinitely far from anything else.
     with np.errstate(divide="ignore"):
@@ -201,7 +202,7 @@ def _count_logits(step: NativeStep, reference_TW: Float32, result: WholeModel) -
     native_TW = step.logits_TW
     result.positions += native_TW.shape[0]
     result.equal_positions += int((native_TW == reference_TW).all(axis=1).sum())
-    result.worst_logit_error = max(result.worst_logit_error, _relative_error(reference_TW, native_TW))
+    result.worst_logit_error = max(result.worst_logit_error, relative_error(reference_TW, native_TW))
     base_TW, other_TW = _log_softmax(reference_TW.astype(np.float64)), _log_softmax(native_TW.astype(np.float64))
     kld_T = (np.exp(base_TW) * (base_TW - other_TW)).sum(axis=1)
     result.kld_sum += float(kld_T.sum())

@@ -12,7 +12,8 @@ import numpy as np
 from colibri_jax.config import ModelConfig
 from colibri_jax.container import checkpoints
 from colibri_jax.container.formats import SCALE_SUFFIX, TAG_KEY, tag_metadata
-from colibri_jax.quant import WeightFormat
+from colibri_jax.container.plan import target_format
+from colibri_jax.quant import DEFAULT_GROUP_SIZE, WeightFormat
 
 _COMMON = {"vocab_size": 6, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
 GLM = {
@@ -109,16 +110,11 @@ def _container(config: dict[str, Any], layout: Any) -> Parts:
             add(name, "F32", list(spec.shape), floats(int(np.prod(spec.shape))))
             continue
         rows, cols = spec.shape
-        interleaved = layout == "rows16" and not spec.storage.endswith("dequant")
-        fmt = WeightFormat(8 if spec.storage.startswith("int8") else 4, 0, "row_major")
-        if fmt.bits == 4:
-            fmt = WeightFormat(4, 64, "rows16" if interleaved else "row_major")
-        elif interleaved:
-            fmt = WeightFormat(8, 0, "rows16")
-        count = fmt.weight_bytes(rows, cols)
+        fmt = target_format(spec.storage, layout or "row_major", DEFAULT_GROUP_SIZE)
+        count, separate = fmt.weight_bytes(rows, cols), fmt.layout == "row_major"
         # rows16 holds its scales: zeros are finite everywhere.
-        add(name, "U8", [count], bytes(count) if interleaved else rng.bytes(count))
-        if fmt.layout == "row_major":
+        add(name, "U8", [count], rng.bytes(count) if separate else bytes(count))
+        if separate:
             add(name + SCALE_SUFFIX, "F32", [fmt.scale_count(rows, cols)], floats(fmt.scale_count(rows, cols)))
         formats[name] = fmt
     tags = None if layout is None else json.loads(tag_metadata(formats)[TAG_KEY])
