@@ -368,12 +368,13 @@ def test_the_reader_says_what_it_is_and_why_it_is_buffered(reader: str, small: E
     ],
     ids=str,
 )
-def test_short_and_interrupted_reads_go_on(fault: dict[str, Any], fmt: WeightFormat, direct: bool, reader: str, tmp_path: Path) -> None:
+def test_short_and_interrupted_reads_go_on(fault: dict[str, Any], fmt: WeightFormat, direct: bool, tmp_path: Path) -> None:
     files = write_experts(tmp_path, fmt, hidden=256, width=128)
     offset = files.index[0][2]["up"]["weights"][1]
-    store = open_store(files, direct=direct, faults=[{**fault, "offset": offset}], reader=reader)
-    walk(store, files, 0, [1, 2, 3])
-    walk(store, files, 0, [2])
+    for reader in USABLE:
+        store = open_store(files, direct=direct, faults=[{**fault, "offset": offset}], reader=reader)
+        walk(store, files, 0, [1, 2, 3])
+        walk(store, files, 0, [2])
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -381,14 +382,16 @@ def test_short_and_interrupted_reads_go_on(fault: dict[str, Any], fmt: WeightFor
 @pytest.mark.parametrize("arrangement", ["adjacent", "scattered", "two_files"])
 @pytest.mark.parametrize(("kind", "got"), [("io_error", "Input/output error after 0 bytes"), ("end_of_file", "end of file after 0 bytes")])
 def test_a_failed_read_is_named_and_the_store_goes_on(
-    *, kind: str, got: str, arrangement: Any, reverse: bool, direct: bool, reader: str, tmp_path: Path
+    *, kind: str, got: str, arrangement: Any, reverse: bool, direct: bool, tmp_path: Path
 ) -> None:
     files = write_experts(tmp_path, ROW_MAJOR, arrangement=arrangement, hidden=256, width=256)
     file, offset, nbytes, tensor = files.index[0][2]["down"]["weights"]
     # In the middle of the part: its first block may serve another expert too.
     faults = [{"kind": kind, "file": file, "offset": offset + nbytes // 2, "times": 3}]
-    store = open_store(files, cache_experts=2, direct=direct, reverse_completions=reverse, faults=faults, reader=reader)
-    for _ in range(3):  # more often than there are slots to lose, with the walk going on or not
+    stores = [
+        open_store(files, cache_experts=2, direct=direct, reverse_completions=reverse, faults=faults, reader=reader) for reader in USABLE
+    ]
+    for store in 3 * stores:  # more often than there are slots to lose
         w = store.walk(0, [1, 2, 3])
         check_lease(files, 0, 1, w.next())
         with pytest.raises(ReadError) as failure:
@@ -400,7 +403,8 @@ def test_a_failed_read_is_named_and_the_store_goes_on(
         assert not store.resident(0, 2)
         check_lease(files, 0, 3, w.next())
         w.close()
-    walk(store, files, 0, [0, 1, 2, 3, 4, 5])
+    for store in stores:
+        walk(store, files, 0, [0, 1, 2, 3, 4, 5])
 
 
 def test_faults_come_only_where_the_store_was_opened_with_hooks(small: ExpertFiles) -> None:
