@@ -28,6 +28,7 @@ fault_strategy = st.one_of(
     st.fixed_dictionaries(
         {"kind": st.just("short"), "bytes": st.sampled_from([1, 100, 4096, 4196, 9000]), "times": st.sampled_from([1, 2, 3, 12])}
     ),
+    st.fixed_dictionaries({"kind": st.just("again"), "times": st.sampled_from([1, 2, 12])}),
     st.fixed_dictionaries({"kind": st.just("delay"), "bytes": st.integers(1, 400), "times": st.integers(1, 2)}),
 )
 
