@@ -1,8 +1,9 @@
 // Stress of the expert store for the sanitizers: random walks over a generated file, every byte checked. No Python.
 //
-// store_stress [walks] [folder]: one walking thread, one that only looks on, several I/O threads, every combination of reader,
-// layout, cache, pins and order of completion; faults and delays come and go on the way. Prints one line per combination, and why
-// io_uring is left out where it is; exits with 1 at the first wrong byte, and where a delayed read was never overtaken.
+// store_stress [walks, of all readers] [folder]: one walking thread, one that only looks on, several I/O threads, every combination
+// of reader, layout, cache, pins and order of completion; faults and delays come and go on the way. Prints one line per
+// combination, and why io_uring is left out where it is; exits with 1 at the first wrong byte, and where a delayed read was never
+// overtaken.
 #include <unistd.h>
 
 #include <algorithm>
@@ -248,6 +249,7 @@ void run(const std::string& path, int walks) {
         std::printf("without io_uring: %s\n", refusal.c_str());
         readers.pop_back();
     }
+    const int each = walks / static_cast<int>(readers.size());
     for (const Form& form : forms) {
         const Generated g = generate(path, form);
         for (const ReaderKind reader : readers) {
@@ -259,7 +261,7 @@ void run(const std::string& path, int walks) {
                         options.direct = direct;
                         options.reader = reader;
                         options.cache_experts = cache_experts;
-                        run_one(form, g, options, reverse, walks);
+                        run_one(form, g, options, reverse, each);
                     }
         }
     }
