@@ -185,3 +185,38 @@ else:
 def test_a_kernel_that_refuses_io_uring_is_named_and_auto_reads_all_the_same(number: int, error: str, refusal: str, blocks: Path) -> None:
     program = FILTER.format(number=number, error=error) + ASK.format(refusal=refusal, path=str(blocks))
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+# The same filter on every thread, put up while the ring's thread sleeps in the call that will be refused.
+REVOKE = """
+from pathlib import Path
+import numpy as np
+from colibri_jax import _native, errors
+from colibri_jax.quant import WeightFormat
+from expert_files import write_experts
+files = write_experts(Path({path!r}), WeightFormat(4, 64, "rows16"))
+store = _native.ExpertStore(files.files, files.index, cache_experts=2, io_threads=2, reader="uring")
+walk = store.walk(0, [0])
+walk.next().release()
+walk.close()
+{filter}
+for experts in ([1, 2, 3], [2, 1]):
+    walk = store.walk(0, experts)
+    try:
+        walk.next()
+    except errors.ReadError as error:
+        assert "Operation not permitted" in str(error), error
+    else:
+        raise SystemExit("an expert that nobody read")
+    walk.close()
+store.walk(0, [0]).next().release()  # is in the cache
+"""
+
+
+@pytest.mark.skipif(bool(REFUSAL), reason=f"io_uring: {REFUSAL}")
+def test_a_kernel_that_refuses_in_the_middle_fails_the_reads_and_not_the_process(tmp_path: Path) -> None:
+    program = REVOKE.format(path=str(tmp_path), filter=FILTER.format(number=426, error="EPERM"))
+    all_threads = "libc.syscall(317, 1, 1, ctypes.byref("
+    program = program.replace("libc.prctl(22, 2, ctypes.byref(", all_threads)
+    assert all_threads in program
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})

@@ -94,8 +94,8 @@ io_uring_sqe& Ring::add(uint8_t operation, uint64_t user_data) {
     return entry;
 }
 
-void Ring::enter(unsigned completions) {
-    if (!not_entered_ && !completions) return;
+int Ring::enter(unsigned completions) {
+    if (!not_entered_ && !completions) return 0;
     release(added_tail_, added_);
     const long taken = ::syscall(__NR_io_uring_enter, fd_, not_entered_, completions, completions ? IORING_ENTER_GETEVENTS : 0u,
                                  nullptr, size_t{0});
@@ -104,9 +104,9 @@ void Ring::enter(unsigned completions) {
     } else if (errno == EAGAIN || errno == EBUSY) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));  // the kernel is short of memory; the caller comes again
     } else if (errno != EINTR) {
-        // Reads that the kernel holds would still write to memory: nothing can be undone, and nothing is known any more.
-        throw Error("ReadError", "io_uring broke down", std::string("io_uring_enter: ") + std::strerror(errno));
+        return errno;
     }
+    return 0;
 }
 
 }  // namespace colibri

@@ -19,8 +19,15 @@ class Ring {
 
     // An empty entry, to be filled in before the next call of enter().
     io_uring_sqe& add(uint8_t operation, uint64_t user_data);
-    // Hands over what was added, and sleeps until there are `completions`, or until the kernel has a reason not to.
-    void enter(unsigned completions);
+    // Hands over what was added, and sleeps until there are `completions`, or until the kernel has a reason not to. An errno where
+    // the kernel refuses for good, else 0; what it took before will still complete.
+    int enter(unsigned completions);
+    // Calls told(user_data) for each entry that was added and that the kernel did not take: nothing will come of those.
+    template <typename Told>
+    void take_back(Told told) {
+        for (; not_entered_; --not_entered_) told(entries_[--added_ & added_mask_].user_data);
+        release(added_tail_, added_);
+    }
     // Calls told(user_data, result) for each completion that there is.
     template <typename Told>
     void reap(Told told) {

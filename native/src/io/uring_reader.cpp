@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -83,14 +84,26 @@ class UringReader final : public BlockReader {
         await_event();
         while (take_requests()) {
             // Reads are started before completions are told: those may take long.
-            ring_.enter(finished_.empty() ? 1 : 0);
+            enter(finished_.empty() ? 1 : 0);
             for (const ReadProgress& progress : finished_) progress.complete();
             finished_.clear();
-            ring_.reap([this](uint64_t what, int32_t result) {
-                if (what == kWoken) return woken();
-                returned(reads_[what], result);
-            });
+            ring_.reap([this](uint64_t what, int32_t result) { ended(what, result); });
         }
+    }
+
+    void enter(unsigned completions) {
+        if (!refused_) {
+            refused_ = ring_.enter(completions);
+            if (!refused_) return;
+            ring_.take_back([this](uint64_t what) { ended(what, -refused_); });
+        }
+        // What the kernel took before it refused still writes to memory, so its completions are waited for, without its help.
+        if (completions && finished_.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+
+    void ended(uint64_t what, int32_t result) {
+        if (what == kWoken) return woken();
+        returned(reads_[what], result);
     }
 
     // False at the end: stopped, and nothing is left to be read or told.
@@ -113,6 +126,7 @@ class UringReader final : public BlockReader {
         while (!read.progress.done()) {
             read.call = read.progress.next();
             read.tampering = hooks_.tamper(read.call);
+            if (refused_) read.tampering.instead = -refused_;
             if (!read.tampering.instead) return read.tampering.delay ? add_delay(read) : add_read(read);
             read.progress.take(*read.tampering.instead);
         }
@@ -140,7 +154,10 @@ class UringReader final : public BlockReader {
     }
 
     void returned(Read& read, int32_t result) {
-        if (std::exchange(read.delayed, false)) return add_read(read);
+        if (std::exchange(read.delayed, false)) {
+            if (!refused_) return add_read(read);
+            result = -refused_;
+        }
         read.progress.take(owned_up(read.call, read.tampering, result));
         go_on(read);
     }
@@ -156,7 +173,7 @@ class UringReader final : public BlockReader {
     void woken() {
         awaits_event_ = false;
         const std::lock_guard lock(mutex_);
-        if (!stopping_) await_event();
+        if (!stopping_ && !refused_) await_event();
     }
 
     uint64_t index(const Read& read) const { return static_cast<uint64_t>(&read - reads_.data()); }
@@ -173,6 +190,7 @@ class UringReader final : public BlockReader {
     Event event_;
     uint64_t event_count_ = 0;
     bool awaits_event_ = false;
+    int refused_ = 0;  // the errno with which the kernel refused for good; every read ends with it since
     Ring ring_;
     std::vector<Read> reads_;
     std::vector<Read*> free_;
