@@ -20,7 +20,7 @@ from colibri_jax.errors import MemoryBudgetError, OutputExistsError
 from colibri_jax.routing_spec import RoutingOptions
 from colibri_jax.tokenizer import ChatTokenizer
 
-ENVIRONMENT = ("SNAP", "PROMPT", "NGEN", "EXPERT_BUDGET", "TOPK", "TOPP", "MTP", "CAP", "RAM_GB")
+ENVIRONMENT = ("SNAP", "PROMPT", "NGEN", "EXPERT_BUDGET", "TOPK", "TOPP", "MTP", "CAP", "RAM_GB", "READER")
 
 
 class Loader:
@@ -119,9 +119,28 @@ def test_flags_win_over_the_environment(loader: Loader, model: str) -> None:
 def test_every_engine_option_reaches_the_loader_and_none_is_made_up(loader: Loader, model: str) -> None:
     call("generate", model, "--prompt", "hi")
     assert set(loader.arguments) == {"path", "backend", "routing", "budget_scopes", "context_positions"}
-    flags = ["--threads=2", "--io=buffered", "--isa=scalar", "--backend=reference", "--precision=w4a32", "--ram-gb=1.5", "--group-size=32"]
-    call("generate", model, "--prompt", "hi", *flags)
-    expected = {"threads": 2, "io": "buffered", "isa": "scalar", "backend": "reference", "precision": "w4a32", "ram_bytes": 1_500_000_000}
+    flags = [
+        "--threads=2",
+        "--io=buffered",
+        "--reader=pread",
+        "--isa=scalar",
+        "--backend=reference",
+        "--precision=w4a32",
+        "--ram-gb=1.5",
+        "--group-size=32",
+    ]
+    call("generate", model, "--prompt", "hi", READER="uring")
+    assert loader.arguments["reader"] == "uring"
+    call("generate", model, "--prompt", "hi", *flags, READER="uring")
+    expected = {
+        "threads": 2,
+        "io": "buffered",
+        "reader": "pread",
+        "isa": "scalar",
+        "backend": "reference",
+        "precision": "w4a32",
+        "ram_bytes": 1_500_000_000,
+    }
     assert loader.arguments.items() >= {**expected, "group_size": 32}.items()
 
 

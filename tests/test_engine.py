@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from engine_models import EVEN, ODD, Step, bits, random_tokens, run, usual_steps
+from readers import NAMES, USABLE
 
 import colibri_jax
 from colibri_jax import RoutingOptions, _native
@@ -175,12 +176,14 @@ def test_cache_reader_threads_and_kernels_change_no_bit(
     for cache in (1, 8, 1000):
         for io in ("direct", "buffered"):
             for threads in (1, 2):
-                model = native(containers[name], cache_experts=cache, io=io, threads=threads, isa=isa)
-                assert [bits(x) for x in run(model, usual_steps(CONFIGS[name]))] == expected[name], (cache, io, threads)
+                reader = USABLE[-threads]  # each with either way of opening files
+                model = native(containers[name], cache_experts=cache, io=io, reader=reader, threads=threads, isa=isa)
+                assert [bits(x) for x in run(model, usual_steps(CONFIGS[name]))] == expected[name], (cache, io, reader, threads)
                 assert model.stats.isa == isa
                 assert model.stats.threads == threads
                 assert model.stats.cache_experts_per_layer == min(cache, CONFIGS[name]["n_routed_experts"])
                 assert model.stats.reader.startswith("buffered (" if io == "buffered" else ("direct", "buffered ("))
+                assert model.stats.reader.endswith(f", {NAMES[reader]}")
 
 
 @pytest.mark.parametrize("isa", ISAS)

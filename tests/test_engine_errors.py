@@ -19,6 +19,7 @@ import engine_models as models
 import numpy as np
 import pytest
 from engine_models import ODD, bits, random_tokens
+from readers import READERS
 
 import colibri_jax
 from colibri_jax import RoutingOptions, _native, errors
@@ -174,9 +175,10 @@ def first_expert(path: Path) -> TensorEntry:
 
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])
-def test_an_io_error_names_its_place_and_the_engine_goes_on(io: Any, sound: Path, expected: bytes) -> None:
+@pytest.mark.parametrize("reader", READERS)
+def test_an_io_error_names_its_place_and_the_engine_goes_on(reader: Any, io: Any, sound: Path, expected: bytes) -> None:
     entry = first_expert(sound)
-    plan = plan_engine(Container.open(sound), EngineOptions(cache_experts=2, threads=2, io=io), RoutingOptions())
+    plan = plan_engine(Container.open(sound), EngineOptions(cache_experts=2, threads=2, io=io, reader=reader), RoutingOptions())
     # In the expert's midst: the blocks at its ends are its neighbours' as well.
     fault = {"kind": "io_error", "file": plan.options["files"].index(str(entry.path)), "offset": entry.offset + 5000, "times": 2}
     model = load(sound, io=io)
@@ -274,6 +276,7 @@ def test_rewinding_too_far_is_an_error(sound: Path) -> None:
         ({"precision": "w2a2"}, "precision"),
         ({"precision": "full"}, "precision"),
         ({"io": "telepathy"}, "io"),
+        ({"reader": "telepathy"}, "reader"),
         ({"cache_experts": 2, "ram_bytes": 10**9}, "cache_experts, ram_bytes"),
         ({"cache_experts": 0}, "cache_experts"),
         ({"threads": 0}, "threads"),

@@ -7,6 +7,7 @@ import itertools
 
 BLOCK = 4096
 STALL_LIMIT = 8
+AGAIN = "Resource temporarily unavailable"
 
 Part = tuple[int, int, int, str]  # file, offset, bytes, tensor
 
@@ -58,7 +59,7 @@ class Disk:
 
     def _read(self, parts: list[Part], file: int, begin: int, end: int, account: Account) -> Failure | None:
         start, stop = begin // BLOCK * BLOCK, -(-end // BLOCK) * BLOCK
-        arrived = calls = stalled = 0
+        arrived = calls = stalled = refused = 0
         while arrived < end - start:
             account.retries += calls > 0
             calls += 1
@@ -66,9 +67,12 @@ class Disk:
             got = self._pread(file, start + at, stop)
             if got == "interrupted":
                 continue
+            if got == AGAIN and (refused := refused + 1) < STALL_LIMIT:
+                continue
             if isinstance(got, str) or got == 0:
                 return self._failure(parts, file, start, arrived, got if isinstance(got, str) else "end of file")
             account.bytes_read += got
+            refused = 0
             stalled = stalled + 1 if at + got <= arrived else 0
             if stalled == STALL_LIMIT:
                 return self._failure(parts, file, start, arrived, "the same part of a block again and again")
@@ -81,7 +85,7 @@ class Disk:
         for fault in self.faults:
             if fault.times and fault.file == file and offset <= fault.offset < stop:
                 fault.times -= 1
-                texts = {"interrupted": "interrupted", "io_error": "Input/output error", "invalid": "Invalid argument"}
+                texts = {"interrupted": "interrupted", "again": AGAIN, "io_error": "Input/output error", "invalid": "Invalid argument"}
                 if fault.kind in texts:
                     return texts[fault.kind]
                 return {"end_of_file": 0, "short": min(available, fault.bytes), "delay": available}[fault.kind]
