@@ -8,4 +8,5 @@ PYBIND11_MODULE(_native, module) {
     colibri::bindings::bind_routing(module);
     colibri::bindings::bind_cache(module);
     colibri::bindings::bind_engine(module);
+    colibri::bindings::bind_bench(module);
 }
