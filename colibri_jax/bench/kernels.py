@@ -60,7 +60,7 @@ def bench_kernels(
     rows = []
     for form in FORMS:
         weights = _weights(form, memory_bytes)
-        _check_read(weights, threads)
+        check_read(weights, threads)
         for n in positions:
             product = ProductPass(weights, form.format, form.rows, _activations(n, form.cols))
             _check_product(form, weights, n, isas)
@@ -110,7 +110,17 @@ def _activations(n: int, cols: int) -> np.ndarray[tuple[int, int], np.dtype[np.f
     return np.random.default_rng(1).standard_normal((n, cols)).astype(np.float32)
 
 
-def _check_read(weights: ByteArray, threads: int) -> None:
+def random_memory(nbytes: int) -> ByteArray:
+    """Bytes that lie in memory of their own, none of them shared with a page of zeros."""
+    return np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8), nbytes // 64 * 64)
+
+
+def check_read(weights: ByteArray, threads: int) -> None:
+    """See that a pass reads every byte.
+
+    Raises:
+        BenchError: it does not.
+    """
     expected = int(np.bitwise_xor.reduce(weights.view("<u8")))
     got = read_pass(weights, threads=threads)[1]
     if got != expected:
