@@ -34,6 +34,7 @@ def load(
     ram_bytes: int | None = None,
     threads: int | None = None,
     io: Literal["direct", "buffered"] | None = None,
+    reader: Literal["auto", "pread", "uring"] | None = None,
     isa: str = "",
     group_size: int | None = None,
     residency: Literal["all", "layer"] = "all",
@@ -48,7 +49,8 @@ def load(
         budget_scopes: any of "prefill", "decode", "verify".
         context_positions: positions of the KV cache.
         cache_experts, ram_bytes: size of the native expert cache, per MoE layer or by a bound on all memory; not both.
-        threads, io, isa: how the native engine runs (io: "direct", the default, or "buffered"); they change no bit of its output.
+        threads, io, reader, isa: how the native engine runs (io: "direct", the default, or "buffered"; reader: "auto", the default,
+            "pread" or "uring"); they change no bit of its output.
         group_size: of an untagged int4 container whose byte counts fit several.
         residency: "layer" (reference) holds one layer at a time, without its experts, and reads everything as it is needed: slow, and
             for models that do not fit in memory.
@@ -64,7 +66,14 @@ def load(
     scopes = check_scopes(budget_scopes)
     routing = routing or RoutingOptions()
     source = Path(path)
-    native_only = {"cache_experts": cache_experts, "ram_bytes": ram_bytes, "threads": threads, "io": io, "isa": isa or None}
+    native_only = {
+        "cache_experts": cache_experts,
+        "ram_bytes": ram_bytes,
+        "threads": threads,
+        "io": io,
+        "reader": reader,
+        "isa": isa or None,
+    }
     if residency not in ("all", "layer"):
         raise OptionError("unknown residency", where="residency", expected="all or layer", got=residency)
     if backend == "native":

@@ -102,7 +102,7 @@ class Stats:
     scopes: Mapping[Scope, ScopeStats] = dataclasses.field(default_factory=lambda: {scope: ScopeStats() for scope in SCOPES})
     isa: str = ""
     reader: str = ""
-    """How experts are read: "direct" (O_DIRECT) or "buffered", and why where the choice was not the first one."""
+    """How experts are read: "direct" (O_DIRECT) or "buffered", why where the choice was not the first one, and by which reader."""
     threads: int = 0
     cache_experts_per_layer: int = 0
     expert_bytes: int = 0

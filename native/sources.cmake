@@ -17,9 +17,14 @@ set(COLIBRI_SOURCES
     src/cache/walk.cpp
     src/io/faults.cpp
     src/io/file_set.cpp
+    src/io/make_reader.cpp
     src/io/pread_pool.cpp
+    src/io/read_blocks.cpp
     src/io/read_plan.cpp
+    src/io/read_progress.cpp
     src/io/repack.cpp
+    src/io/ring.cpp
+    src/io/uring_reader.cpp
     # benchmarks
     src/bench/passes.cpp
     # model
@@ -54,6 +59,7 @@ set(COLIBRI_BINDING_SOURCES
     src/bindings/cache.cpp
     src/bindings/engine.cpp
     src/bindings/errors.cpp
+    src/bindings/io.cpp
     src/bindings/kernels.cpp
     src/bindings/module.cpp
     src/bindings/routing.cpp

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from oracles.expert_cache import CacheModel, Copy
 from oracles.faulty_disk import Account, Disk, Fault
+from readers import USABLE
 
 from colibri_jax import _native
 from colibri_jax.errors import EngineError, ReadError
@@ -43,9 +44,20 @@ class StoreMachine(RuleBasedStateMachine):
         io_threads=st.integers(1, 3),
         reverse=st.booleans(),
         direct=st.booleans(),
+        reader=st.sampled_from(USABLE),
         pinned=st.one_of(st.just([[], []]), st.lists(st.sets(st.integers(0, EXPERTS - 1)).map(sorted), min_size=LAYERS, max_size=LAYERS)),
     )
-    def open(self, *, arrangement: str, cache_experts: int, io_threads: int, reverse: bool, direct: bool, pinned: list[list[int]]) -> None:
+    def open(
+        self,
+        *,
+        arrangement: str,
+        cache_experts: int,
+        io_threads: int,
+        reverse: bool,
+        direct: bool,
+        reader: str,
+        pinned: list[list[int]],
+    ) -> None:
         files = self.files = self.arrangements[arrangement]
         self.store = _native.ExpertStore(
             files.files,
@@ -56,9 +68,10 @@ class StoreMachine(RuleBasedStateMachine):
             faults=[],
             reverse_completions=reverse,
             pinned=pinned,
+            reader=reader,
         )
         self.cache = self.model_class(LAYERS, EXPERTS, cache_experts, pinned)
-        self.disk = Disk([os.path.getsize(path) for path in files.files], self.store.reader == "direct")
+        self.disk = Disk([os.path.getsize(path) for path in files.files], self.store.reader.startswith("direct"))
         self.account = Account()
         self.slots = sum(self.cache.capacity) + sum(map(len, pinned)) + io_threads + SPARE_PAST_THREADS
         self.walk: Any = None

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from colibri_jax.bench.report import BenchError
 from colibri_jax.container.reader import Container
-from colibri_jax.engine.reads import BlockReads, read_blocks
+from colibri_jax.engine.reads import BlockReads, checksum, read_blocks
 from colibri_jax.engine.session import NativeModel
 from colibri_jax.load import load
 from colibri_jax.routing_spec import Scope
@@ -91,6 +92,22 @@ class ExpertBlocks:
         sizes = {path: path.stat().st_size for path in {path for path, _ in self._ranges}}
         self._ranges = [(path, begin) for path, begin in self._ranges if begin + self.length <= sizes[path]]
         self._rng = np.random.default_rng(seed)
+
+    def check(self, count: int, *, reader: str) -> None:
+        """Read experts through a reader, and again with plain reads.
+
+        Raises:
+            BenchError: the bytes differ.
+        """
+        for i in self._rng.integers(0, len(self._ranges), count):
+            path, begin = self._ranges[int(i)]
+            got = read_blocks(path, [begin], self.length, reader=reader, checksums=True).checksums[0]
+            with path.open("rb") as file:
+                file.seek(begin)
+                expected = checksum(file.read(self.length))
+            if got != expected:
+                where = f"{reader}, {path}, offset {begin}"
+                raise BenchError("a reader delivered other bytes than the file holds", where=where, expected=expected, got=got)
 
     def read(self, count: int, *, depth: int, reader: str = "auto") -> float:
         """Read as many experts at random places, past the page cache; bytes per second."""

@@ -18,7 +18,13 @@ Progress = Callable[[str], None]
 
 
 def bench_prefill(
-    path: Path, *, threads: int, positions: Sequence[int] = (14, 512), repeats: int = 5, progress: Progress = lambda what: None, **engine: Any
+    path: Path,
+    *,
+    threads: int,
+    positions: Sequence[int] = (14, 512),
+    repeats: int = 5,
+    progress: Progress = lambda what: None,
+    **engine: Any,
 ) -> Table:
     """Prompts in one step with a cold cache.
 
@@ -36,7 +42,9 @@ def bench_prefill(
             unions.append(sum(selection.union_size for selection in model.selections))
             expected = unions[-1] * model.stats.expert_bytes
             if costs[-1].useful_bytes != expected:
-                raise BenchError("a step read other experts than it used", where=f"{n} positions", expected=expected, got=costs[-1].useful_bytes)
+                raise BenchError(
+                    "a step read other experts than it used", where=f"{n} positions", expected=expected, got=costs[-1].useful_bytes
+                )
         figures: dict[str, Any] = {
             "positions": n,
             "tok/s": Measured(tuple(n / cost.wall_seconds for cost in costs)),

@@ -151,6 +151,13 @@ def engine_options(command: Command) -> Command:
             ),
             click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine; its own choice if not given."),
             click.option("--io", type=click.Choice(["direct", "buffered"]), help="Read experts past the page cache, or through it."),
+            click.option(
+                "--reader",
+                type=click.Choice(["auto", "pread", "uring"]),
+                envvar="READER",
+                show_envvar=True,
+                help="Read with threads that call pread, or through the kernel's io_uring; auto, the default, takes pread.",
+            ),
             click.option("--isa", help="Instruction set of the kernels; the best of this CPU if not given."),
             click.option(
                 "--precision",
@@ -245,7 +252,9 @@ def routing_from(options: Mapping[str, OptionValue]) -> tuple[RoutingOptions, fr
 def load_arguments(options: Mapping[str, OptionValue]) -> dict[str, Any]:
     """Keyword arguments of `colibri_jax.load` for what was asked for; the rest keeps the loader's own defaults."""
     value = {name: option.value for name, option in options.items()}
-    arguments = {name: value.get(name) for name in ("backend", "precision", "threads", "io", "isa", "group_size", "cache_experts")}
+    arguments = {
+        name: value.get(name) for name in ("backend", "precision", "threads", "io", "reader", "isa", "group_size", "cache_experts")
+    }
     if value.get("ram_gb") is not None:
         arguments["ram_bytes"] = round(value["ram_gb"] * BYTES_PER_GB)
     return {name: argument for name, argument in arguments.items() if argument is not None}

@@ -35,6 +35,8 @@ class EngineOptions:
         threads: compute threads; None takes all processors of this process.
         io_threads: reads in flight.
         io: "direct" bypasses the page cache where the file system allows it, "buffered" goes through it.
+        reader: "pread" is a pool of threads, "uring" one thread and the kernel's io_uring, an error where the kernel refuses
+            that; "auto" takes the pool.
         isa: instruction set of the kernels; "" takes the best of this processor.
 
     Raises:
@@ -48,6 +50,7 @@ class EngineOptions:
     threads: int | None = None
     io_threads: int = 2
     io: Literal["direct", "buffered"] = "direct"
+    reader: Literal["auto", "pread", "uring"] = "auto"
     isa: str = ""
 
     def __post_init__(self) -> None:
@@ -71,7 +74,9 @@ class EngineOptions:
             if (getattr(self, field) or 1) > MOST_THREADS:
                 raise OptionError("too many threads", where=field, expected=f"1 to {MOST_THREADS}", got=getattr(self, field))
         if self.io not in ("direct", "buffered"):
-            raise OptionError("unknown reader", where="io", expected="direct or buffered", got=self.io)
+            raise OptionError("unknown way of reading", where="io", expected="direct or buffered", got=self.io)
+        if self.reader not in ("auto", "pread", "uring"):
+            raise OptionError("unknown reader", where="reader", expected="auto, pread or uring", got=self.reader)
 
     def resolved_threads(self) -> int:
         """Compute threads after defaults."""
@@ -266,6 +271,7 @@ def _options_dict(
         "experts": experts,
         "io_threads": options.io_threads,
         "direct": options.io == "direct",
+        "reader": options.reader,
         "context": config.resolve_context(options.context_positions),
         "threads": options.resolved_threads(),
         "isa": options.isa,

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from colibri_jax import _native
 
 
@@ -44,3 +46,15 @@ def read_blocks(
         str(path), list(offsets), length, direct=direct, reader=reader, depth=depth, checksums=checksums
     )
     return BlockReads(found["seconds"], found["bytes"], found["reader"], tuple(found["checksums"]))
+
+
+def uring_refusal() -> str:
+    """Why the kernel refuses io_uring; empty where it does not."""
+    return str(_native.uring_refusal())
+
+
+def checksum(data: bytes) -> int:
+    """What `read_blocks` says of a block with these bytes, by NumPy."""
+    words = np.frombuffer(data, "<u8")
+    # Unsigned arithmetic wraps around, as the definition wants.
+    return int((words * (2 * np.arange(words.size, dtype=np.uint64) + np.uint64(1))).sum(dtype=np.uint64))

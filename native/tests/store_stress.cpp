@@ -1,8 +1,8 @@
 // Stress of the expert store for the sanitizers: random walks over a generated file, every byte checked. No Python.
 //
 // store_stress [walks] [folder]: one walking thread, one that only looks on, several I/O threads, every combination of reader,
-// layout, cache, pins and order of completion; faults and delays come and go on the way. Prints one line per combination; exits
-// with 1 at the first wrong byte, and where a delayed read was never overtaken.
+// layout, cache, pins and order of completion; faults and delays come and go on the way. Prints one line per combination, and why
+// io_uring is left out where it is; exits with 1 at the first wrong byte, and where a delayed read was never overtaken.
 #include <unistd.h>
 
 #include <algorithm>
@@ -157,11 +157,9 @@ void disturb(FaultyReads& faults, const StoredExpert& expert, std::mt19937_64& r
     using Kind = ReadFault::Kind;
     if (random() % 6) return;
     const uint64_t inside = expert.up.weights.offset + expert.up.weights.nbytes / 2;
-    const ReadFault choices[] = {{Kind::delay, 0, inside, 300, 1},
-                                 {Kind::interrupted, 0, inside, 0, 2},
-                                 {Kind::short_read, 0, inside, 4196, 2},
-                                 {Kind::io_error, 0, inside, 0, 1},
-                                 {Kind::invalid, 0, inside, 0, 1}};
+    const ReadFault choices[] = {{Kind::delay, 0, inside, 300, 1},  {Kind::interrupted, 0, inside, 0, 2},
+                                 {Kind::again, 0, inside, 0, 2},    {Kind::short_read, 0, inside, 4196, 2},
+                                 {Kind::io_error, 0, inside, 0, 1}, {Kind::invalid, 0, inside, 0, 1}};
     faults.add(choices[random() % std::size(choices)]);
 }
 
@@ -200,10 +198,11 @@ int stress(ExpertStore& store, FaultyReads& faults, const Generated& g, int walk
 }
 
 // A read that began later than the next one is also told later: the next expert is in memory when the first is handed out.
-void check_overtaking(const Generated& g) {
+void check_overtaking(const Generated& g, ReaderKind reader) {
     const auto faults = std::make_shared<FaultyReads>(std::vector<ReadFault>{}, false);
     StoreOptions options = g.options;
     options.hooks = faults;
+    options.reader = reader;
     ExpertStore store(options);
     for (int tries = 0; tries < 200; ++tries) {
         const int first = tries % kExperts;
@@ -217,39 +216,52 @@ void check_overtaking(const Generated& g) {
     fail("no read overtook a delayed one");
 }
 
+void run_one(const Form& form, const Generated& g, StoreOptions options, bool reverse, int walks) {
+    using Kind = ReadFault::Kind;
+    const auto cache_experts = static_cast<int>(options.cache_experts);
+    options.io_threads = 1 + cache_experts % 4;
+    if (cache_experts == 5) options.pinned = {{0, 7}, {}, {4}};
+    const uint64_t middle = g.options.experts[1][4].up.weights.offset + 4096;
+    const auto faults = std::make_shared<FaultyReads>(
+        std::vector<ReadFault>{
+            {Kind::io_error, 0, middle, 0, 2}, {Kind::short_read, 0, middle, 4196, 3}, {Kind::interrupted, 0, middle, 0, 3}},
+        reverse);
+    options.hooks = faults;
+    ExpertStore store(options);
+    const int failures = stress(store, *faults, g, walks, static_cast<uint64_t>(cache_experts));
+    const StoreCounters c = store.counters();
+    if (c.hits + c.misses == 0 || c.useful_bytes < c.misses * static_cast<uint64_t>(store.expert_file_bytes()))
+        fail("counters that contradict each other");
+    std::printf("%-22s %-50s cache %2d, reversed %d: %llu hits, %llu misses, %d failed reads\n", form.name, store.reader().c_str(),
+                cache_experts, reverse, static_cast<unsigned long long>(c.hits), static_cast<unsigned long long>(c.misses),
+                failures);
+}
+
 void run(const std::string& path, int walks) {
     const Form forms[] = {{"rows16 int4", 4, 64, true, false},
                           {"rows16 int8 scattered", 8, 0, true, true},
                           {"int4 groups", 4, 48, false, false},
                           {"int4 rows scattered", 4, 0, false, true},
                           {"int8 rows", 8, 0, false, false}};
+    std::vector<ReaderKind> readers = {ReaderKind::pread, ReaderKind::uring};
+    if (const std::string refusal = uring_refusal(); !refusal.empty()) {
+        std::printf("without io_uring: %s\n", refusal.c_str());
+        readers.pop_back();
+    }
     for (const Form& form : forms) {
-        Generated g = generate(path, form);
-        check_overtaking(g);
-        const uint64_t middle = g.options.experts[1][4].up.weights.offset + 4096;
-        for (const bool direct : {true, false})
-            for (const bool reverse : {false, true})
-                for (const int cache_experts : {1, 5, kExperts}) {
-                    using Kind = ReadFault::Kind;
-                    StoreOptions options = g.options;
-                    options.direct = direct;
-                    options.cache_experts = cache_experts;
-                    options.io_threads = 1 + cache_experts % 4;
-                    if (cache_experts == 5) options.pinned = {{0, 7}, {}, {4}};
-                    const auto faults = std::make_shared<FaultyReads>(std::vector<ReadFault>{{Kind::io_error, 0, middle, 0, 2},
-                                                                                             {Kind::short_read, 0, middle, 4196, 3},
-                                                                                             {Kind::interrupted, 0, middle, 0, 3}},
-                                                                      reverse);
-                    options.hooks = faults;
-                    ExpertStore store(options);
-                    const int failures = stress(store, *faults, g, walks, static_cast<uint64_t>(cache_experts));
-                    const StoreCounters c = store.counters();
-                    if (c.hits + c.misses == 0 || c.useful_bytes < c.misses * static_cast<uint64_t>(store.expert_file_bytes()))
-                        fail("counters that contradict each other");
-                    std::printf("%-22s %-40s cache %2d, reversed %d: %llu hits, %llu misses, %d failed reads\n", form.name,
-                                store.reader().c_str(), cache_experts, reverse, static_cast<unsigned long long>(c.hits),
-                                static_cast<unsigned long long>(c.misses), failures);
-                }
+        const Generated g = generate(path, form);
+        for (const ReaderKind reader : readers) {
+            check_overtaking(g, reader);
+            for (const bool direct : {true, false})
+                for (const bool reverse : {false, true})
+                    for (const int cache_experts : {1, 5, kExperts}) {
+                        StoreOptions options = g.options;
+                        options.direct = direct;
+                        options.reader = reader;
+                        options.cache_experts = cache_experts;
+                        run_one(form, g, options, reverse, walks);
+                    }
+        }
     }
 }
 

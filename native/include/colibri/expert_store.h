@@ -39,13 +39,17 @@ struct StoredExpert {
 
 struct ReadHooks;  // io/reader.h; tests put faults in with it
 
+// What reads: threads that call pread, or one thread and the kernel's rings (io_uring), which a kernel may refuse.
+enum class ReaderKind { automatic, pread, uring };
+
 struct StoreOptions {
     std::vector<std::string> files;
     std::vector<std::vector<StoredExpert>> experts;  // [MoE layer][expert]; all of one shape
     std::vector<std::vector<int32_t>> pinned;        // [MoE layer], or empty: kept from their first use on, in slots of their own
     int64_t cache_experts = 1;                       // slots per layer for the others; more than there are counts as all
-    int io_threads = 2;
-    bool direct = true;                // O_DIRECT where the file system allows it
+    int io_threads = 2;                              // reads in flight
+    bool direct = true;                              // O_DIRECT where the file system allows it
+    ReaderKind reader = ReaderKind::automatic;
     std::shared_ptr<ReadHooks> hooks;  // null outside tests
 };
 
@@ -109,7 +113,7 @@ class ExpertStore {
     int64_t free_slots() const;                    // neither cached, nor leased, nor being read into
     StoreCounters counters() const;
     double wait_seconds() const;
-    std::string reader() const;         // "direct" or "buffered (<reason>)"
+    std::string reader() const;         // "direct" or "buffered (<reason>)", and by what: "direct, io_uring"
     int64_t slot_bytes() const;         // memory of one slot
     int64_t expert_file_bytes() const;  // bytes of one expert on disk, without alignment
     // Memory that a store of these options takes: slots of all layers, staging buffers.

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "colibri/error.h"
+#include "colibri/expert_store.h"
 #include "colibri/routing.h"
 
 namespace colibri {
@@ -18,11 +20,23 @@ class FaultyReads;
 
 namespace colibri::bindings {
 
+// The value that Python calls `name`. Throws Error("OptionError") naming those that there are.
+template <typename Enum, size_t N>
+Enum named(const char* field, const std::string& name, const std::pair<const char*, Enum> (&known)[N]) {
+    std::string names;
+    for (const auto& [candidate, value] : known) {
+        if (name == candidate) return value;
+        names += (names.empty() ? "" : ", ") + std::string(candidate);
+    }
+    throw Error("OptionError", std::string("unknown ") + field, field, names, name);
+}
+
 // Enums by the names that Python has for them. Throw Error("OptionError") naming those that there are.
 Score score_named(const std::string& name);
 Policy policy_named(const std::string& name);
 Denominator denominator_named(const std::string& name);
 Vote vote_named(const std::string& name);
+ReaderKind reader_named(const std::string& name);
 
 // The fields of colibri_jax.Selection.
 pybind11::dict selection_dict(const Selection& selection);
@@ -35,6 +49,7 @@ pybind11::array_t<T> to_array(const std::vector<T>& values, std::vector<pybind11
 void bind_errors(pybind11::module_& module);
 void bind_kernels(pybind11::module_& module);
 void bind_routing(pybind11::module_& module);
+void bind_io(pybind11::module_& module);
 void bind_cache(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_bench(pybind11::module_& module);

@@ -175,9 +175,10 @@ void bind_cache(py::module_& module) {
     py::class_<PyStore>(module, "ExpertStore", "Experts on disk and their cache. Tests only.")
         .def(py::init([](std::vector<std::string> files, const std::vector<std::vector<py::dict>>& experts, int64_t cache_experts,
                          int io_threads, bool direct, const std::optional<std::vector<py::dict>>& faults, bool reverse_completions,
-                         Pinned pinned) {
+                         Pinned pinned, const std::string& reader) {
                  StoreOptions options = options_from(std::move(files), experts, cache_experts, io_threads, direct);
                  options.pinned = std::move(pinned);
+                 options.reader = reader_named(reader);
                  PyStore self;
                  if (faults || reverse_completions)
                      options.hooks = self.faults = faulty_reads(faults.value_or(std::vector<py::dict>{}), reverse_completions);
@@ -190,7 +191,7 @@ void bind_cache(py::module_& module) {
              }),
              py::arg("files"), py::arg("experts"), py::kw_only(), py::arg("cache_experts") = 1, py::arg("io_threads") = 2,
              py::arg("direct") = true, py::arg("faults") = py::none(), py::arg("reverse_completions") = false,
-             py::arg("pinned") = Pinned{})
+             py::arg("pinned") = Pinned{}, py::arg("reader") = "auto")
         .def(
             "walk",
             [](const PyStore& self, int layer, const std::vector<int32_t>& ids) {

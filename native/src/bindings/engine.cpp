@@ -127,6 +127,7 @@ EngineOptions options_from(const py::dict& d) {
     o.store.cache_experts = get<int64_t>(d, "cache_experts");
     o.store.io_threads = get<int>(d, "io_threads");
     o.store.direct = get<bool>(d, "direct");
+    o.store.reader = reader_named(get<std::string>(d, "reader"));
     if (d.contains("faults")) o.store.hooks = faulty_reads(d["faults"].cast<std::vector<py::dict>>(), false);  // tests only
     o.context = get<int64_t>(d, "context");
     o.threads = get<int>(d, "threads");

@@ -6,6 +6,7 @@ PYBIND11_MODULE(_native, module) {
     colibri::bindings::bind_errors(module);
     colibri::bindings::bind_kernels(module);
     colibri::bindings::bind_routing(module);
+    colibri::bindings::bind_io(module);
     colibri::bindings::bind_cache(module);
     colibri::bindings::bind_engine(module);
     colibri::bindings::bind_bench(module);

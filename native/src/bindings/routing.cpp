@@ -19,16 +19,6 @@ namespace {
 using FloatArray = py::array_t<float, py::array::c_style>;
 using IdArray = py::array_t<int32_t, py::array::c_style>;
 
-template <typename Enum, size_t N>
-Enum named(const char* field, const std::string& name, const std::pair<const char*, Enum> (&known)[N]) {
-    std::string names;
-    for (const auto& [candidate, value] : known) {
-        if (name == candidate) return value;
-        names += (names.empty() ? "" : ", ") + std::string(candidate);
-    }
-    throw Error("OptionError", std::string("unknown ") + field, field, names, name);
-}
-
 py::dict select(const FloatArray& logits, const std::string& score, int top_k, const std::optional<FloatArray>& bias, int n_group,
                 int topk_group, bool norm_topk_prob, double routed_scaling_factor, int expert_topk, double expert_topp,
                 int64_t budget, const std::string& policy, const std::string& denominator, const std::string& vote, int floor,

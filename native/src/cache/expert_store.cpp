@@ -45,7 +45,7 @@ StoreCore::StoreCore(StoreOptions given)
     for (size_t layer = 0; layer < options.experts.size(); ++layer)
         layers.emplace_back(geometry.slots_per_layer[layer], options.experts[layer].size(),
                             options.pinned.empty() ? std::vector<int32_t>{} : options.pinned[layer]);
-    reader = hooks->wrap(make_pread_pool(files, options.io_threads, *hooks));
+    reader = make_reader(options.reader, files, options.io_threads, *hooks);
 }
 
 void StoreCore::check_expert(int layer, int expert) const {
@@ -124,7 +124,7 @@ StoreCounters ExpertStore::counters() const {
 }
 
 double ExpertStore::wait_seconds() const { return counters().wait_seconds; }
-std::string ExpertStore::reader() const { return impl_->core.files.description(); }
+std::string ExpertStore::reader() const { return impl_->core.files.description() + ", " + impl_->core.reader->name(); }
 int64_t ExpertStore::slot_bytes() const { return static_cast<int64_t>(impl_->core.geometry.slot_bytes); }
 int64_t ExpertStore::expert_file_bytes() const { return static_cast<int64_t>(impl_->core.geometry.expert_file_bytes); }
 int64_t ExpertStore::memory_bytes(const StoreOptions& options) { return static_cast<int64_t>(geometry_of(options).total_bytes()); }

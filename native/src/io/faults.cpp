@@ -1,14 +1,9 @@
 // Faulty system calls and completions in reverse order.
 #include "faults.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
-#include <cstring>
 #include <deque>
-#include <thread>
 #include <utility>
 
 #include "colibri/error.h"
@@ -34,6 +29,8 @@ class ReversingReader final : public BlockReader {
         redirected.completion = held;
         inner_->submit(redirected);
     }
+
+    const char* name() const override { return inner_->name(); }
 
   private:
     struct Held final : ReadCompletion {
@@ -64,10 +61,15 @@ class ReversingReader final : public BlockReader {
 };
 
 constexpr std::pair<const char*, ReadFault::Kind> kNames[] = {
-    {"short", ReadFault::Kind::short_read},        {"interrupted", ReadFault::Kind::interrupted},
-    {"io_error", ReadFault::Kind::io_error},       {"invalid", ReadFault::Kind::invalid},
-    {"end_of_file", ReadFault::Kind::end_of_file}, {"stale", ReadFault::Kind::stale},
-    {"shifted", ReadFault::Kind::shifted},         {"delay", ReadFault::Kind::delay},
+    {"short", ReadFault::Kind::short_read},
+    {"interrupted", ReadFault::Kind::interrupted},
+    {"io_error", ReadFault::Kind::io_error},
+    {"invalid", ReadFault::Kind::invalid},
+    {"end_of_file", ReadFault::Kind::end_of_file},
+    {"stale", ReadFault::Kind::stale},
+    {"shifted", ReadFault::Kind::shifted},
+    {"delay", ReadFault::Kind::delay},
+    {"again", ReadFault::Kind::again},
 };
 
 }  // namespace
@@ -88,10 +90,11 @@ void FaultyReads::clear() {
     faults_.clear();
 }
 
-bool FaultyReads::take(int file, uint64_t offset, uint64_t count, ReadFault* taken) {
+bool FaultyReads::take(const ReadCall& call, ReadFault* taken) {
     const std::lock_guard lock(mutex_);
     for (ReadFault& fault : faults_) {
-        if (fault.times < 1 || fault.file != file || fault.offset < offset || fault.offset >= offset + count) continue;
+        if (fault.times < 1 || fault.file != call.file) continue;
+        if (fault.offset < call.offset || fault.offset >= call.offset + call.count) continue;
         --fault.times;
         *taken = fault;
         return true;
@@ -99,37 +102,40 @@ bool FaultyReads::take(int file, uint64_t offset, uint64_t count, ReadFault* tak
     return false;
 }
 
-ssize_t FaultyReads::pread(int file, int fd, void* into, size_t count, off_t offset) {
+Tampering FaultyReads::tamper(const ReadCall& call) {
     ReadFault fault;
-    if (!take(file, static_cast<uint64_t>(offset), count, &fault)) return ::pread(fd, into, count, offset);
-    const auto fail = [](int error) -> ssize_t {
-        errno = error;
-        return -1;
-    };
+    Tampering tampering;
+    if (!take(call, &fault)) return tampering;
     switch (fault.kind) {
         case ReadFault::Kind::interrupted:
-            return fail(EINTR);
+            tampering.instead = -EINTR;
+            break;
+        case ReadFault::Kind::again:
+            tampering.instead = -EAGAIN;
+            break;
         case ReadFault::Kind::io_error:
-            return fail(EIO);
+            tampering.instead = -EIO;
+            break;
         case ReadFault::Kind::invalid:
-            return fail(EINVAL);
+            tampering.instead = -EINVAL;
+            break;
         case ReadFault::Kind::end_of_file:
-            return 0;
+            tampering.instead = 0;
+            break;
         case ReadFault::Kind::stale:
-            return static_cast<ssize_t>(count);
+            tampering.instead = static_cast<int64_t>(call.count);
+            break;
         case ReadFault::Kind::shifted:
-            return ::pread(fd, into, count, offset + static_cast<off_t>(fault.bytes));
+            tampering.further = fault.bytes;
+            break;
         case ReadFault::Kind::delay:
-            std::this_thread::sleep_for(std::chrono::microseconds(std::min(fault.bytes, ReadFault::kLongestDelay)));
-            return ::pread(fd, into, count, offset);
+            tampering.delay = std::min(fault.bytes, ReadFault::kLongestDelay);
+            break;
         case ReadFault::Kind::short_read:
+            tampering.most = fault.bytes;
             break;
     }
-    // A direct read of part of a block is refused, so the whole is read, part of it owned up to, and the rest spoilt.
-    const ssize_t got = ::pread(fd, into, count, offset);
-    const ssize_t told = std::min(got, static_cast<ssize_t>(fault.bytes));
-    if (told < got) std::memset(static_cast<uint8_t*>(into) + told, 0xA5, static_cast<size_t>(got - told));
-    return told;
+    return tampering;
 }
 
 std::unique_ptr<BlockReader> FaultyReads::wrap(std::unique_ptr<BlockReader> reader) {

@@ -12,10 +12,10 @@ namespace colibri {
 
 // Acts on the first `times` system calls that would read byte `offset` of file `file`.
 struct ReadFault {
-    // short: delivers at most `bytes`. interrupted: EINTR. io_error: EIO. invalid: EINVAL. end_of_file: 0 bytes.
+    // short: delivers at most `bytes`. interrupted: EINTR. again: EAGAIN. io_error: EIO. invalid: EINVAL. end_of_file: 0 bytes.
     // stale: claims success and leaves memory as it was. shifted: delivers the bytes that lie `bytes` further on.
     // delay: a good read that begins `bytes` microseconds later (kLongestDelay at most), so that others overtake it.
-    enum class Kind { short_read, interrupted, io_error, invalid, end_of_file, stale, shifted, delay };
+    enum class Kind { short_read, interrupted, again, io_error, invalid, end_of_file, stale, shifted, delay };
     static constexpr uint64_t kLongestDelay = 2000;
     Kind kind = Kind::io_error;
     int file = 0;
@@ -31,11 +31,11 @@ class FaultyReads final : public ReadHooks {
     // Any thread, also while reads run.
     void add(const ReadFault& fault);
     void clear();
-    ssize_t pread(int file, int fd, void* into, size_t count, off_t offset) override;
+    Tampering tamper(const ReadCall& call) override;
     std::unique_ptr<BlockReader> wrap(std::unique_ptr<BlockReader> reader) override;
 
   private:
-    bool take(int file, uint64_t offset, uint64_t count, ReadFault* taken);
+    bool take(const ReadCall& call, ReadFault* taken);
 
     std::mutex mutex_;
     std::vector<ReadFault> faults_;

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "colibri/error.h"
+#include "read_progress.h"
 
 namespace colibri {
 namespace {
@@ -55,10 +56,10 @@ bool FileSet::open_direct(ReadHooks& hooks) {
     for (size_t i = 0; i < paths_.size(); ++i) {
         const int fd = open_or_throw(paths_[i], O_DIRECT);
         if (fd >= 0) fds_.push_back(fd);
-        ssize_t got = -1;
-        while (fd >= 0 && (got = hooks.pread(static_cast<int>(i), fd, trial, kBlock, 0)) < 0 && errno == EINTR) continue;
-        if (got >= 0) continue;
-        reason_ = paths_[i] + ": O_DIRECT: " + std::strerror(errno);
+        int64_t outcome = fd < 0 ? -int64_t{errno} : -EINTR;
+        while (outcome == -EINTR) outcome = read_now({static_cast<int>(i), fd, trial, kBlock, 0}, hooks);
+        if (outcome >= 0) continue;
+        reason_ = paths_[i] + ": O_DIRECT: " + std::strerror(static_cast<int>(-outcome));
         close_all();
         return false;
     }

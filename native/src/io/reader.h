@@ -1,11 +1,13 @@
 // Asynchronous reads of blocks of files: requests go in, completions come back on a thread of the reader.
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
+
+#include "colibri/expert_store.h"
 
 namespace colibri {
 
@@ -49,16 +51,42 @@ class BlockReader {
   public:
     virtual ~BlockReader() = default;
     virtual void submit(const ReadRequest& request) = 0;
+    virtual const char* name() const = 0;
 };
 
-// The seam for tests: every system call that reads, and the reader as a whole. The default does nothing of its own.
+// One call of the operating system that reads. Its outcome is the bytes that it delivered, or -errno.
+struct ReadCall {
+    int file = 0;
+    int fd = -1;
+    uint8_t* into = nullptr;
+    uint64_t count = 0;
+    uint64_t offset = 0;
+};
+
+// What a test does to one call; by default nothing.
+struct Tampering {
+    std::optional<int64_t> instead;  // the outcome, without a call
+    uint64_t delay = 0;              // microseconds before the call
+    uint64_t further = 0;            // bytes by which the call reads further on
+    uint64_t most = UINT64_MAX;      // bytes that are owned up to; the others are spoilt
+};
+
+// The seam for tests: every call that reads, whoever makes it, and the reader as a whole.
 struct ReadHooks {
     virtual ~ReadHooks() = default;
-    virtual ssize_t pread(int file, int fd, void* into, size_t count, off_t offset);
+    virtual Tampering tamper(const ReadCall&) { return {}; }
     virtual std::unique_ptr<BlockReader> wrap(std::unique_ptr<BlockReader> reader) { return reader; }
 };
 
-// `threads` threads, each with one pread in flight. `files` and `hooks` outlive it.
-std::unique_ptr<BlockReader> make_pread_pool(const FileSet& files, int threads, ReadHooks& hooks);
+// Both read at most `depth` requests at a time. `files` and `hooks` outlive them.
+// `depth` threads, each with one pread in flight.
+std::unique_ptr<BlockReader> make_pread_pool(const FileSet& files, int depth, ReadHooks& hooks);
+// One thread and the kernel's rings. Throws Error("OptionError") where the kernel refuses them.
+std::unique_ptr<BlockReader> make_uring_reader(const FileSet& files, int depth, ReadHooks& hooks);
+// The reader of that kind, wrapped by the hooks.
+std::unique_ptr<BlockReader> make_reader(ReaderKind kind, const FileSet& files, int depth, ReadHooks& hooks);
+
+// Why the kernel refuses io_uring; empty where it does not.
+std::string uring_refusal();
 
 }  // namespace colibri
