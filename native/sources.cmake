@@ -3,6 +3,7 @@ set(COLIBRI_SOURCES
     # kernels
     src/kernels/dispatch.cpp
     src/kernels/scalar/floats.cpp
+    src/kernels/scalar/memory.cpp
     src/kernels/scalar/quantized.cpp
     src/kernels/scalar/table.cpp
     # routing
@@ -24,6 +25,8 @@ set(COLIBRI_SOURCES
     src/io/repack.cpp
     src/io/ring.cpp
     src/io/uring_reader.cpp
+    # benchmarks
+    src/bench/passes.cpp
     # model
     src/model/attention.cpp
     src/model/check_spec.cpp
@@ -40,16 +43,19 @@ set(COLIBRI_SOURCES
 set(COLIBRI_AVX2_SOURCES
     src/kernels/avx2/dequantize.cpp
     src/kernels/avx2/floats.cpp
+    src/kernels/avx2/memory.cpp
     src/kernels/avx2/quantized.cpp
     src/kernels/avx2/table.cpp
 )
 set(COLIBRI_AVX512_SOURCES
     src/kernels/avx512/dequantize.cpp
     src/kernels/avx512/floats.cpp
+    src/kernels/avx512/memory.cpp
     src/kernels/avx512/quantized.cpp
     src/kernels/avx512/table.cpp
 )
 set(COLIBRI_BINDING_SOURCES
+    src/bindings/bench.cpp
     src/bindings/cache.cpp
     src/bindings/engine.cpp
     src/bindings/errors.cpp

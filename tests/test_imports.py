@@ -37,7 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     "tokenizer": LEAVES,
     "generate": LEAVES | {"reference", "container", "engine", "native", "load", "tokenizer"},
     "compare": LEAVES | {"reference", "container", "engine", "native", "load", "tokenizer", "generate"},
-    "cli": LEAVES | {"", "reference", "container", "engine", "native", "load", "tokenizer", "generate", "compare"},
+    "bench": LEAVES | {"container", "engine", "native", "load", "generate"},
+    "cli": LEAVES | {"", "reference", "container", "engine", "native", "load", "tokenizer", "generate", "compare", "bench"},
     "": {"errors", "config", "routing_spec", "load"},
 }
 # What a part may import for annotations (`if TYPE_CHECKING`) or by name (`importlib`) only: the front door names everything

@@ -1,6 +1,10 @@
 """A container of random weights, written as fast as the disk takes them: for measuring memory and speed, not for reading text.
 
     python validation/bench/make_model.py OUT --layers 10 --experts 64 --hidden 2048 --expert-hidden 1024
+    python validation/bench/make_model.py OUT --glm-layers 4
+
+The second form has GLM-5.2's true layer sizes: one dense layer and as many MoE layers as asked for, 5.6 GB each. It then runs a prompt
+and fails unless the routing spreads.
 
 Weights are drawn once per kind of matrix; every matrix is another window of them. int4 values are uniform in -7 … 7, scaled
 so that a product keeps the variance of its input; what is added to the residual stream (o_proj, down_proj) is four times
@@ -19,6 +23,7 @@ import click
 import numpy as np
 import numpy.typing as npt
 
+import colibri_jax
 from colibri_jax.config import ModelConfig
 from colibri_jax.container.directory import CONFIG_FILE
 from colibri_jax.container.format import StreamWriter
@@ -35,6 +40,29 @@ INT8_DEVIATION = (sum(q * q for q in range(-127, 128)) / 255) ** 0.5
 WINDOWS = 4001  # places at which a window of the drawn weights may begin
 SMALLER = (".o", ".down")
 GAIN_SMALLER, GAIN_ROUTER = 0.25, 2.0
+
+
+# GLM-5.2's layers; the vocabulary is small, so that embedding and head weigh as in a model of full depth.
+GLM_LAYERS: dict[str, Any] = {
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "num_attention_heads": 64,
+    "q_lora_rank": 2048,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "vocab_size": 8192,
+}
+# Random routing must read from all over the disk: of 256 experts so many in so many tokens.
+SPREAD_TOKENS, SPREAD_SHARE = 95, 200 / 256
 
 
 def make_config(
@@ -67,6 +95,20 @@ def make_config(
         "first_k_dense_replace": dense_layers,
         "max_position_embeddings": positions,
     }
+
+
+def glm_config(moe_layers: int, positions: int = 4096) -> dict[str, Any]:
+    """A `config.json` of one dense layer and some MoE layers of GLM-5.2's sizes."""
+    sizes = {"layers": moe_layers + 1, "dense_layers": 1, "experts": 256, "top_k": 8, "hidden": 6144, "expert_hidden": 2048}
+    return make_config(**sizes, vocab=8192, heads=64, positions=positions) | GLM_LAYERS
+
+
+def experts_used(path: Path, tokens: int = SPREAD_TOKENS) -> list[int]:
+    """Distinct experts of each MoE layer over a prompt of random tokens, by the native engine."""
+    model = colibri_jax.load(path, cache_experts=1)
+    ids = np.random.default_rng(1).integers(0, model.config.vocab_size, tokens)
+    model.forward(ids, scope="prefill", logits="last")
+    return [selection.union_size for selection in model.selections]
 
 
 def planned(config: dict[str, Any]) -> tuple[PlannedShard, ...]:
@@ -173,16 +215,22 @@ class _Weights:
 @click.option("--vocab", default=4096, show_default=True, help="Tokens.")
 @click.option("--heads", default=8, show_default=True, help="Attention heads.")
 @click.option("--positions", default=4096, show_default=True, help="Longest context.")
+@click.option("--glm-layers", type=click.IntRange(min=1), help="Instead of all sizes above: MoE layers as GLM-5.2 has them, and one dense.")
 @click.option("--seed", default=0, show_default=True)
-def main(out: Path, seed: int, **sizes: int) -> None:
+def main(out: Path, seed: int, glm_layers: int | None, **sizes: int) -> None:
     """Write a container of random weights to OUT."""
-    config = make_config(**sizes)
+    config = make_config(**sizes) if glm_layers is None else glm_config(glm_layers)
     total = sum(shard.file_bytes for shard in planned(config))
     click.echo(f"{out}: {total / 1e9:.2f} GB")
     try:
         make_model(out, config, seed)
     except (NoSpaceError, OutputExistsError) as error:
         raise click.ClickException(str(error)) from error
+    if glm_layers is not None:
+        used, least = experts_used(out), SPREAD_SHARE * config["n_routed_experts"]
+        click.echo(f"experts used by {SPREAD_TOKENS} tokens, per layer: {', '.join(map(str, used))} (at least {least:g})")
+        if min(used) < least:
+            raise click.ClickException("the routing does not spread; what is measured on this model would flatter a cache")
 
 
 if __name__ == "__main__":

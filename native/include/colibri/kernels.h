@@ -62,6 +62,9 @@ struct Kernels {
     void (*layer_norm)(const float* x, const float* w, const float* b, float eps, int64_t n, float* y);
     // In place: x = exp(x - max) / sum, the sum one by one in index order.
     void (*softmax)(float* x, int64_t n);
+    // Exclusive or of all bytes taken as 64-bit little-endian words (the last one filled up with zeros), by the widest loads there
+    // are: the rate at which memory can be read, which benchmarks hold kernels against.
+    uint64_t (*xor_words)(const uint8_t* bytes, int64_t n);
     // y = gate / (1 + exp(-gate)) * up, exp being the engine's own polynomial.
     void (*silu_mul)(const float* gate, const float* up, int64_t n, float* y);
 };

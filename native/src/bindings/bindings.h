@@ -52,6 +52,7 @@ void bind_routing(pybind11::module_& module);
 void bind_io(pybind11::module_& module);
 void bind_cache(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
+void bind_bench(pybind11::module_& module);
 
 // Reads that go wrong as dictionaries say: kind, file, offset, bytes, times (io/faults.h). For tests.
 ReadFault fault_from(const pybind11::dict& described);

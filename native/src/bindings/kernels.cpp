@@ -168,6 +168,10 @@ void layer_norm(const std::string& isa, const py::array& x, const py::array& w, 
                        output<float>(y, "y", x.size()));
 }
 
+uint64_t xor_words(const std::string& isa, const py::array& data) {
+    return kernels_for(isa).xor_words(input<uint8_t>(data, "data", 0), data.size());
+}
+
 void softmax(const std::string& isa, py::array x) { kernels_for(isa).softmax(output<float>(x, "x", 0), x.size()); }
 
 void silu_mul(const std::string& isa, const py::array& gate, const py::array& up, py::array y) {
@@ -202,6 +206,7 @@ void bind_kernels(py::module_& module) {
     kernels.def("axpy", &axpy, py::arg("isa"), py::arg("a"), py::arg("x"), py::arg("y"));
     kernels.def("rms_norm", &rms_norm, py::arg("isa"), py::arg("x"), py::arg("w"), py::arg("eps"), py::arg("y"));
     kernels.def("layer_norm", &layer_norm, py::arg("isa"), py::arg("x"), py::arg("w"), py::arg("b"), py::arg("eps"), py::arg("y"));
+    kernels.def("xor_words", &xor_words, py::arg("isa"), py::arg("data"));
     kernels.def("softmax", &softmax, py::arg("isa"), py::arg("x"));
     kernels.def("silu_mul", &silu_mul, py::arg("isa"), py::arg("gate"), py::arg("up"), py::arg("y"));
 }

@@ -9,4 +9,5 @@ PYBIND11_MODULE(_native, module) {
     colibri::bindings::bind_io(module);
     colibri::bindings::bind_cache(module);
     colibri::bindings::bind_engine(module);
+    colibri::bindings::bind_bench(module);
 }

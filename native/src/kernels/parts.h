@@ -32,4 +32,6 @@ void layer_norm(const float* x, const float* w, const float* b, float eps, int64
 void softmax(float* x, int64_t n);
 void silu_mul(const float* gate, const float* up, int64_t n, float* y);
 
+uint64_t xor_words(const uint8_t* bytes, int64_t n);
+
 }  // namespace colibri::COLIBRI_ISA

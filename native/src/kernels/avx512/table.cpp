@@ -20,6 +20,7 @@ const Kernels table = {
     .rms_norm = rms_norm,
     .layer_norm = layer_norm,
     .softmax = softmax,
+    .xor_words = xor_words,
     .silu_mul = silu_mul,
 };
 
