@@ -1,6 +1,7 @@
 # Every native source, by the instruction set that it may use. One line each, sorted within a part.
 set(COLIBRI_SOURCES
     # kernels
+    src/kernels/amx_permission.cpp
     src/kernels/dispatch.cpp
     src/kernels/scalar/floats.cpp
     src/kernels/scalar/memory.cpp
@@ -53,6 +54,10 @@ set(COLIBRI_AVX512_SOURCES
     src/kernels/avx512/memory.cpp
     src/kernels/avx512/quantized.cpp
     src/kernels/avx512/table.cpp
+)
+set(COLIBRI_AMX_SOURCES
+    src/kernels/amx/products.cpp
+    src/kernels/amx/table.cpp
 )
 set(COLIBRI_BINDING_SOURCES
     src/bindings/bench.cpp

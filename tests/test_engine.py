@@ -25,7 +25,7 @@ from colibri_jax.reference.model import ReferenceModel
 from colibri_jax.routing_spec import SCOPES, Scope
 
 CONFIGS = {"odd": ODD, "even": EVEN}
-ISAS: list[str] = _native.kernels.available_isas()
+ISAS: list[str] = _native.kernels.available_isas() + _native.kernels.emulated_isas()
 MOE_LAYERS = {"odd": 3, "even": 2}
 
 

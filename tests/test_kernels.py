@@ -24,7 +24,7 @@ from colibri_jax.errors import NonFiniteActivationError, OptionError, ShapeError
 
 Array = npt.NDArray[Any]
 f32 = np.float32
-ISAS: list[str] = native.available_isas()
+ISAS: list[str] = native.available_isas() + native.emulated_isas()
 U = 2.0**-24  # unit roundoff of float32
 MARGIN = 37
 LENGTHS = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 129, 255, 300)
@@ -153,8 +153,45 @@ def test_int8_product_equals_the_oracle(isa: str, seed: int, shape: tuple[int, i
 
 @every_isa
 @pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("rows", "cols", "group", "n"),
+    [
+        (16, 64, 64, 8),
+        (33, 1100, 64, 16),
+        (50, 2100, 64, 37),
+        (20, 17000, 64, 50),  # more activations than one pass over the weights takes
+        (17, 1030, 32, 23),
+        (31, 900, 48, 17),
+        (16, 500, 96, 31),
+        (33, 1700, 128, 45),
+        (17, 800, 192, 9),
+        (20, 1500, 256, 12),
+        (18, 1000, 136, 20),  # does not divide into few tile products
+    ],
+)
+def test_product_of_many_positions_equals_the_oracle(isa: str, bits: int, rows: int, cols: int, group: int, n: int) -> None:
+    """Where there are tiles of 16 positions: whole ones and a last one, and matrices wider than a run of unpacked weights."""
+    product = Product(bits, rows, cols, group if bits == 4 else quant.ACTIVATION_GROUP_SIZE, n, seed=n)
+    check_product(product, lambda: product.run(isa))
+
+
+def test_emulated_kernels_are_for_tests_only() -> None:
+    assert not set(native.available_isas()) & set(native.emulated_isas())
+    with pytest.raises(OptionError, match="not available"):
+        native.dot("amx-swapped", np.zeros(1, np.float32), np.zeros(1, np.float32))
+
+
+def test_amx_is_available_or_says_why() -> None:
+    assert ("amx" in native.available_isas()) == (native.amx_refusal() == "")
+    if native.amx_refusal():
+        with pytest.raises(OptionError, match=native.amx_refusal()):
+            native.dot("amx", np.zeros(1, np.float32), np.zeros(1, np.float32))
+
+
+@every_isa
+@pytest.mark.parametrize("bits", [4, 8])
 def test_product_at_the_extremes_does_not_saturate(isa: str, bits: int) -> None:
-    product = Product(bits, 17, 512, 64 if bits == 8 else 256, 3)
+    product = Product(bits, 17, 512, 64 if bits == 8 else 256, 9)
     for weight, activation in ((-8 if bits == 4 else -128, 127), (7 if bits == 4 else 127, -127), (7 if bits == 4 else 127, 127)):
         product.matrix.q[...] = weight
         product.w[:] = quant.pack(product.matrix, "rows16")[0]
@@ -180,8 +217,9 @@ def test_a_position_alone_equals_it_among_others(isa: str, bits: int, n: int) ->
 @every_isa
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("blocks", [(0, 1), (1, 3), (2, 3), (1, 1)])
-def test_only_the_rows_of_the_named_blocks_are_written(isa: str, bits: int, blocks: tuple[int, int]) -> None:
-    product = Product(bits, 41, 100, 64, 3)
+@pytest.mark.parametrize("n", [3, 19])
+def test_only_the_rows_of_the_named_blocks_are_written(isa: str, bits: int, blocks: tuple[int, int], n: int) -> None:
+    product = Product(bits, 41, 100, 64, n)
     got = product.run(isa, blocks)
     first, last = 16 * blocks[0], min(16 * blocks[1], 41)
     assert_same_bits(got[:, first:last], product.expected[:, first:last])

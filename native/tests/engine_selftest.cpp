@@ -293,7 +293,11 @@ int main(int argc, char** argv) {
     std::string folder = argc > 1 ? argv[1] : (std::filesystem::temp_directory_path() / "engine_selftest.XXXXXX").string();
     if (argc <= 1 && !::mkdtemp(folder.data())) return 2;
     std::vector<std::string> isas = colibri::available_isas();
-    if (argc > 2 && std::string(argv[2]) == "fastest") isas = {isas.back()};
+    if (argc > 2 && std::string(argv[2]) == "fastest") {
+        isas = {isas.back()};
+    } else {
+        for (const std::string& isa : colibri::emulated_isas()) isas.push_back(isa);
+    }
     const int wrong = colibri::check(folder, colibri::Kind::mla, isas) + colibri::check(folder, colibri::Kind::gqa, isas);
     if (argc <= 1) ::rmdir(folder.c_str());
     std::printf("%d wrong\n", wrong);

@@ -9,7 +9,14 @@
 #include <string>
 #include <vector>
 
+#include "../src/kernels/amx_permission.h"
 #include "colibri/kernels.h"
+
+#if defined(COLIBRI_X86) && defined(COLIBRI_AMX_EMULATION)
+namespace colibri::amx_swapped {
+extern const Kernels table;  // its tile products take each other's operands
+}
+#endif
 
 namespace {
 
@@ -17,7 +24,7 @@ using colibri::Kernels;
 using colibri::kRowBlock;
 
 // The digest of every scalar output below. It changes when a case or a kernel's definition changes, never with the machine.
-constexpr uint64_t kScalarDigest = 0x1d02580b21cc76f5;
+constexpr uint64_t kScalarDigest = 0x4ddf27597a90f529;
 
 constexpr float kSentinel = -7777.25f;
 
@@ -191,6 +198,14 @@ std::vector<Output> outputs_of(const Kernels& kernels) {
             run_products(kernels, random, false, shape[0], shape[1], colibri::kActivationGroup, n, recorder);
         }
     }
+    // Many positions: whole and lower tiles of 16, several runs of 16 KiB of weights, several passes of 768 KiB of activations.
+    const int64_t many[][4] = {{17, 65, 64, 8},    {33, 1100, 64, 16},  {31, 2100, 64, 21}, {50, 3000, 128, 45},
+                               {16, 1100, 32, 28}, {40, 1300, 48, 19},  {33, 700, 96, 32},  {17, 1000, 192, 33},
+                               {20, 1500, 256, 9}, {18, 1200, 136, 20}, {18, 300, 40, 34},  {20, 20000, 64, 37}};
+    for (const auto& shape : many) {
+        run_products(kernels, random, true, shape[0], shape[1], shape[2], shape[3], recorder);
+        if (shape[2] == 64) run_products(kernels, random, false, shape[0], shape[1], shape[2], shape[3], recorder);
+    }
     for (int64_t n = 0; n <= 70; ++n) run_floats(kernels, random, n, recorder);
     run_floats(kernels, random, 300, recorder);
     return recorder.outputs;
@@ -218,12 +233,27 @@ float dot_in_one_sum(const float* a, const float* b, int64_t n) {
     return sum;
 }
 
+// AMX is taken only where the processor, the system and the process all have it.
+bool amx_needs_all_three() {
+    using colibri::amx_refusal;
+    return amx_refusal({true, true, 0}).empty() && !amx_refusal({false, true, 0}).empty() &&
+           !amx_refusal({true, false, 0}).empty() && !amx_refusal({true, true, 1}).empty() && !amx_refusal({}).empty();
+}
+
 }  // namespace
 
 int main() {
     bool passed = true;
     const std::vector<Output> expected = outputs_of(colibri::kernels_for("scalar"));
-    for (const std::string& isa : colibri::available_isas()) {
+    std::vector<std::string> isas = colibri::available_isas();
+    const bool amx = isas.back() == "amx";
+    if (amx != colibri::amx_refusal().empty() || !amx_needs_all_three()) {
+        std::printf("AMX is taken without being granted, or not taken though it is\n");
+        passed = false;
+    }
+    if (!amx) std::printf("amx: not here: %s\n", colibri::amx_refusal().c_str());
+    for (const std::string& isa : colibri::emulated_isas()) isas.push_back(isa);
+    for (const std::string& isa : isas) {
         const std::string difference = first_difference(expected, outputs_of(colibri::kernels_for(isa)));
         std::printf("%s: %s\n", isa.c_str(), difference.empty() ? "equal to scalar" : ("DIFFERS at " + difference).c_str());
         passed = passed && difference.empty();
@@ -240,6 +270,13 @@ int main() {
         std::printf("the planted wrong dot product was not found\n");
         passed = false;
     }
+#if defined(COLIBRI_X86) && defined(COLIBRI_AMX_EMULATION)
+    if (!colibri::emulated_isas().empty() &&
+        !first_difference(expected, outputs_of(colibri::amx_swapped::table)).starts_with("matmul ")) {
+        std::printf("the planted swap of a tile product's operands was not found\n");
+        passed = false;
+    }
+#endif
     const uint64_t found = digest(expected);
     std::printf("scalar: %zu outputs, digest %016llx%s\n", expected.size(), static_cast<unsigned long long>(found),
                 found == kScalarDigest ? "" : ", NOT the digest that every processor should give");

@@ -71,7 +71,12 @@ struct Kernels {
 
 // Instruction sets of this build and processor, slowest ("scalar") first.
 std::vector<std::string> available_isas();
-// The table of one of them; "" gives the last. Throws Error("OptionError").
+// Tables that only a build for tests has. They are slow and emulate instructions that this processor may lack.
+std::vector<std::string> emulated_isas();
+// The table of any of these; "" gives the last of the available ones. Throws Error("OptionError").
 const Kernels& kernels_for(const std::string& isa);
+// Why "amx" is not among the available ones; "" if it is. The first call of any of these functions asks the operating system
+// for the tile registers, for the whole process.
+std::string amx_refusal();
 
 }  // namespace colibri

@@ -185,6 +185,8 @@ void silu_mul(const std::string& isa, const py::array& gate, const py::array& up
 void bind_kernels(py::module_& module) {
     py::module_ kernels = module.def_submodule("kernels", "One function per kernel; `isa` names the table (empty: the fastest).");
     kernels.def("available_isas", &available_isas);
+    kernels.def("emulated_isas", &emulated_isas);
+    kernels.def("amx_refusal", &amx_refusal);
     kernels.def("quantize", &quantize, py::arg("isa"), py::arg("x"), py::arg("cols"), py::arg("group"), py::arg("q"),
                 py::arg("scales"), py::arg("sums"));
     for (const auto& [name, function] : {std::pair{"matmul_int4", &matmul<true>}, std::pair{"matmul_int8", &matmul<false>}}) {
