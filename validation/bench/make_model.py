@@ -39,7 +39,11 @@ INT4_DEVIATION = (sum(q * q for q in range(-7, 8)) / 15) ** 0.5
 INT8_DEVIATION = (sum(q * q for q in range(-127, 128)) / 255) ** 0.5
 WINDOWS = 4001  # places at which a window of the drawn weights may begin
 SMALLER = (".o", ".down")
-GAIN_SMALLER, GAIN_ROUTER = 0.25, 2.0
+GAIN_SMALLER = 0.25
+NORM_DEVIATION = 0.1
+# The scores of the likeliest experts lie close together (0.87 to 0.94 of a sigmoid). A bias that is not small beside their distances
+# would choose the same few experts for every token.
+BIAS_DEVIATION = 0.01
 
 
 # GLM-5.2's layers; the vocabulary is small, so that embedding and head weigh as in a model of full depth.
@@ -200,8 +204,10 @@ class _Weights:
     def _floats(self, role: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
         drawn = self._rng.standard_normal(shape).astype(np.float32)
         if len(shape) == 2:
-            return drawn * np.float32((GAIN_ROUTER if "router" in role else 1.0) / shape[1] ** 0.5)
-        return drawn * np.float32(0.1) + np.float32(0.0 if role.endswith("bias") else 1.0)
+            return drawn / np.float32(shape[1] ** 0.5)
+        if role.endswith("bias"):
+            return drawn * np.float32(BIAS_DEVIATION)
+        return drawn * np.float32(NORM_DEVIATION) + np.float32(1.0)
 
 
 @click.command()
