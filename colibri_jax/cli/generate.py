@@ -64,9 +64,9 @@ Policies
   resident      cached experts always, the rest by votes (--allow-irreproducible)
 \b
 Environment
-  SNAP, PROMPT, NGEN, EXPERT_BUDGET, TOPK, TOPP, CAP, RAM_GB and READER are
-  defaults for MODEL_DIR and the flags; a flag wins. MTP may be 0; drafting is
-  not built in.
+  SNAP, PROMPT, NGEN, EXPERT_BUDGET, TOPK, TOPP, CAP, RAM_GB, READER, PIPE and
+  PILOT are defaults for MODEL_DIR and the flags; a flag wins. MTP may be 0;
+  drafting is not built in.
 """
 
 

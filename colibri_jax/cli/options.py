@@ -168,6 +168,20 @@ def engine_options(command: Command) -> Command:
                 show_envvar=True,
                 help="Read with threads that call pread, or through the kernel's io_uring; auto, the default, takes pread.",
             ),
+            click.option(
+                "--pipe/--no-pipe",
+                default=None,
+                envvar="PIPE",
+                show_envvar=True,
+                help="Read a layer's experts ahead of its products (the default), or each when its turn has come.",
+            ),
+            click.option(
+                "--pilot/--no-pilot",
+                default=None,
+                envvar="PILOT",
+                show_envvar=True,
+                help="Read the next layer's likely experts while a layer works. Off by default.",
+            ),
             click.option("--isa", help="Instruction set of the kernels; the best of this CPU if not given."),
             click.option(
                 "--precision",
@@ -261,7 +275,8 @@ def load_arguments(options: Mapping[str, OptionValue]) -> dict[str, Any]:
     """Keyword arguments of `colibri_jax.load` for what was asked for; the rest keeps the loader's own defaults."""
     value = {name: option.value for name, option in options.items()}
     arguments = {
-        name: value.get(name) for name in ("backend", "precision", "threads", "io", "reader", "isa", "group_size", "cache_experts")
+        name: value.get(name)
+        for name in ("backend", "precision", "threads", "io", "reader", "pipe", "pilot", "isa", "group_size", "cache_experts")
     }
     if value.get("ram_gb") is not None:
         arguments["ram_bytes"] = in_bytes(value["ram_gb"])

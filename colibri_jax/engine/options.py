@@ -37,6 +37,9 @@ class EngineOptions:
         io: "direct" bypasses the page cache where the file system allows it, "buffered" goes through it.
         reader: "pread" is a pool of threads, "uring" one thread and the kernel's io_uring, an error where the kernel refuses
             that; "auto" takes the pool.
+        pipe: the reads of a layer run ahead of its products; False begins each when its expert's turn has come.
+        pilot: while a layer works, the next one's likely experts (its router on this layer's residual stream) are read behind this
+            layer's own. Takes memory for as many experts as a position chooses.
         isa: instruction set of the kernels; "" takes the best of this processor.
 
     Raises:
@@ -51,6 +54,8 @@ class EngineOptions:
     io_threads: int = 2
     io: Literal["direct", "buffered"] = "direct"
     reader: Literal["auto", "pread", "uring"] = "auto"
+    pipe: bool = True
+    pilot: bool = False
     isa: str = ""
 
     def __post_init__(self) -> None:
@@ -272,6 +277,8 @@ def _options_dict(
         "io_threads": options.io_threads,
         "direct": options.io == "direct",
         "reader": options.reader,
+        "pipe": options.pipe,
+        "prefetch_experts": config.moe.router.top_k if options.pilot and config.moe_layers else 0,
         "context": config.resolve_context(options.context_positions),
         "threads": options.resolved_threads(),
         "isa": options.isa,
