@@ -37,6 +37,7 @@ def load(
     reader: Literal["auto", "pread", "uring"] | None = None,
     pipe: bool | None = None,
     pilot: bool | None = None,
+    pinned: tuple[tuple[int, ...], ...] | None = None,
     isa: str = "",
     group_size: int | None = None,
     residency: Literal["all", "layer"] = "all",
@@ -51,7 +52,7 @@ def load(
         budget_scopes: any of "prefill", "decode", "verify".
         context_positions: positions of the KV cache.
         cache_experts, ram_bytes: size of the native expert cache, per MoE layer or by a bound on all memory; not both.
-        threads, io, reader, pipe, pilot, isa: how the native engine runs, see `engine.options.EngineOptions`; they change no bit of
+        threads, io, reader, pipe, pilot, pinned, isa: how the native engine runs, see `engine.options.EngineOptions`; they change no bit of
             its output.
         group_size: of an untagged int4 container whose byte counts fit several.
         residency: "layer" (reference) holds one layer at a time, without its experts, and reads everything as it is needed: slow, and
@@ -76,6 +77,7 @@ def load(
         "reader": reader,
         "pipe": pipe,
         "pilot": pilot,
+        "pinned": pinned,
         "isa": isa or None,
     }
     if residency not in ("all", "layer"):

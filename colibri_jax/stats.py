@@ -122,7 +122,11 @@ class Stats:
     dense_bytes: int = 0
     kv_cache_bytes: int = 0
     ram_bytes: int = 0
-    """Bound that the engine was given or derived; 0 where there is none."""
+    """Bound that the engine derived, or was given and found free; 0 where there is none."""
+    asked_ram_bytes: int = 0
+    """Bound that the engine was given; 0 where there was none."""
+    pinned_experts: int = 0
+    """Experts of all layers that stay in memory from their first use on, outside the cache."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scopes", MappingProxyType(dict(self.scopes)))
