@@ -21,7 +21,7 @@ SMALL: dict[str, Any] = {"threads": 2, "positions": (1, 3), "memory_bytes": 30 <
 def test_kernels_report_every_form_position_and_isa() -> None:
     table = bench_kernels(**SMALL, isas=("scalar",))
     assert [(row.what.split(",")[0], row.figures["positions"]) for row in table.rows] == [
-        (kind, n) for kind in ("int4", "int4", "int8") for n in (1, 3)
+        (kind, n) for kind in ("int4", "int4", "int4 f16", "int8") for n in (1, 3)
     ]
     for row in table.rows:
         share = row.figures["share of raw"]
