@@ -64,7 +64,8 @@ class WeightFormat:
                 "format has no interleaved layout", where=self.tag, expected="int4 groups or int8 rows", got=self.layout
             )
         if self.scales != "f32" and (self.scales != "f16" or self.bits != 4 or self.layout != "rows16"):
-            raise UnknownFormatError("format has no such scales", where=self.tag, expected="f32, or f16 with int4 in rows16", got=self.scales)
+            expected = "f32, or f16 with int4 in rows16"
+            raise UnknownFormatError("format has no such scales", where=self.tag, expected=expected, got=self.scales)
 
     @property
     def tag(self) -> str:

@@ -24,7 +24,7 @@ using colibri::Kernels;
 using colibri::kRowBlock;
 
 // The digest of every scalar output below. It changes when a case or a kernel's definition changes, never with the machine.
-constexpr uint64_t kScalarDigest = 0x4ddf27597a90f529;
+constexpr uint64_t kScalarDigest = 0xd0fe48567ffd52c7;
 
 constexpr float kSentinel = -7777.25f;
 
