@@ -11,6 +11,7 @@ from expert_files import random_matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colibri_jax._native import kernels as native
 from colibri_jax.errors import ScaleRangeError, ShapeError, UnknownFormatError
 from colibri_jax.quant import (
     GROUP_SIZES,
@@ -227,3 +228,24 @@ def test_a_scale_above_the_largest_float16_is_refused_by_row_and_group() -> None
     quantize_int4(weights, 64)
     with pytest.raises(ScaleRangeError, match=r"row 2, group 1; expected: at most 65504"):
         quantize_int4(weights, 64, "f16")
+
+
+# ---- their values in the kernels ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isa", native.available_isas() + native.emulated_isas())
+def test_every_float16_has_its_exact_value_in_every_kernel(isa: str) -> None:
+    """All 65536 patterns, 16 a record of q = 1: infinities and NaNs too, which loading refuses."""
+    halves = np.arange(1 << 16, dtype=np.uint16).reshape(-1, ROW_BLOCK)
+    records = np.full((len(halves), 96), 0x99, np.uint8)
+    records[:, 64:] = halves.view(np.uint8)
+    got = np.empty((ROW_BLOCK, 8 * len(halves)), f32)
+    native.dequantize_int4_f16_block(isa, records.reshape(-1), got.shape[1], 8, got, got.shape[1])
+    found = got[:, ::8].T
+    sign, exponent, fraction = np.where(halves >> 15, -1.0, 1.0), (halves >> 10 & 31).astype(int), (halves & 1023).astype(int)
+    defined = sign * np.where(exponent == 0, fraction * 2.0**-24, (1 + fraction / 1024) * 2.0 ** (exponent - 15))
+    finite, infinite = exponent < 31, (exponent == 31) & (fraction == 0)
+    assert found[finite].tobytes() == defined[finite].astype(f32).tobytes()  # signs of zeros as well
+    assert (found[infinite] == sign[infinite] * np.inf).all()
+    assert np.isnan(found[~finite & ~infinite]).all()
+    assert np.array_equal(got, np.repeat(got[:, ::8], 8, axis=1), equal_nan=True)

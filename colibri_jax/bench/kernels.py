@@ -29,7 +29,7 @@ class Form:
 FORMS = (
     Form("int4, expert gate/up", WeightFormat(4, 64, "rows16"), 2048, 6144),
     Form("int4, expert down", WeightFormat(4, 64, "rows16"), 6144, 2048),
-    Form("int4 f16, expert gate/up", WeightFormat(4, 64, "rows16", "f16"), 2048, 6144),
+    Form("int4 f16, gate/up", WeightFormat(4, 64, "rows16", "f16"), 2048, 6144),
     Form("int8, head", WeightFormat(8, 0, "rows16"), 8192, 6144),
 )
 
