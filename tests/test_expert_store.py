@@ -22,6 +22,7 @@ from colibri_jax.quant import WeightFormat
 BLOCK = 4096
 FORMATS = [
     WeightFormat(4, 64, "rows16"),
+    WeightFormat(4, 64, "rows16", "f16"),
     WeightFormat(4, 32, "rows16"),
     WeightFormat(8, 0, "rows16"),
     WeightFormat(4, 64),
@@ -291,6 +292,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> ExpertFiles:
                     "bits": 4,
                     "group_size": 64,
                     "rows16": True,
+                    "scale_bytes": 4,
                     "weights": extent,
                     "scales": None,
                 }
