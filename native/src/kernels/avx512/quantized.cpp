@@ -36,10 +36,12 @@ void int4_block(const uint8_t* block, const QuantizedActivations& x, int64_t p, 
     for (int i = 0; i < P; ++i) acc[i] = _mm512_setzero_ps();
     for (int64_t g = 0; g < x.groups; ++g) {
         const int8_t* q[P];
-        __m512i isum[P];
+        // Two sums each: with few positions a chain of additions to one would take longer than memory does.
+        __m512i isum[P], more[P];
         for (int i = 0; i < P; ++i) {
             q[i] = x.q + ((p + i) * x.groups + g) * x.group;
             isum[i] = _mm512_set1_epi32(-8 * x.sums[(p + i) * x.groups + g]);
+            more[i] = _mm512_setzero_si512();
         }
         for (int64_t t = 0; t < vectors; ++t) {
             prefetch(block + 64 * t);
@@ -48,14 +50,15 @@ void int4_block(const uint8_t* block, const QuantizedActivations& x, int64_t p, 
             const __m512i high = _mm512_and_si512(_mm512_srli_epi16(pair, 4), nibble);
             for (int i = 0; i < P; ++i) {
                 isum[i] = _mm512_dpbusd_epi32(isum[i], low, broadcast(q[i] + 8 * t));
-                isum[i] = _mm512_dpbusd_epi32(isum[i], high, broadcast(q[i] + 8 * t + 4));
+                more[i] = _mm512_dpbusd_epi32(more[i], high, broadcast(q[i] + 8 * t + 4));
             }
         }
         block += 64 * vectors;
         prefetch(block);
         const __m512 scale_w = Scales::all(block);
         block += Scales::bytes * kRowBlock;
-        for (int i = 0; i < P; ++i) acc[i] = add_group(acc[i], isum[i], scale_w, x.scales[(p + i) * x.groups + g]);
+        for (int i = 0; i < P; ++i)
+            acc[i] = add_group(acc[i], _mm512_add_epi32(isum[i], more[i]), scale_w, x.scales[(p + i) * x.groups + g]);
     }
     for (int i = 0; i < P; ++i) store(y + (p + i) * y_stride, rows, acc[i]);
 }
