@@ -35,6 +35,9 @@ def load(
     threads: int | None = None,
     io: Literal["direct", "buffered"] | None = None,
     reader: Literal["auto", "pread", "uring"] | None = None,
+    pipe: bool | None = None,
+    pilot: bool | None = None,
+    pinned: tuple[tuple[int, ...], ...] | None = None,
     isa: str = "",
     group_size: int | None = None,
     residency: Literal["all", "layer"] = "all",
@@ -49,8 +52,8 @@ def load(
         budget_scopes: any of "prefill", "decode", "verify".
         context_positions: positions of the KV cache.
         cache_experts, ram_bytes: size of the native expert cache, per MoE layer or by a bound on all memory; not both.
-        threads, io, reader, isa: how the native engine runs (io: "direct", the default, or "buffered"; reader: "auto", the default,
-            "pread" or "uring"); they change no bit of its output.
+        threads, io, reader, pipe, pilot, pinned, isa: how the native engine runs, see `engine.options.EngineOptions`; they change no bit of
+            its output.
         group_size: of an untagged int4 container whose byte counts fit several.
         residency: "layer" (reference) holds one layer at a time, without its experts, and reads everything as it is needed: slow, and
             for models that do not fit in memory.
@@ -72,6 +75,9 @@ def load(
         "threads": threads,
         "io": io,
         "reader": reader,
+        "pipe": pipe,
+        "pilot": pilot,
+        "pinned": pinned,
         "isa": isa or None,
     }
     if residency not in ("all", "layer"):

@@ -119,14 +119,26 @@ def prefill(model_dir: Path, positions: tuple[int, ...], threads: int, repeats: 
 @click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Decoded under each budget.")
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=14, show_default=True)
 @click.option("--cache-experts", type=click.IntRange(min=1), default=2, show_default=True, help="Per layer.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw it too: a file that ends in .svg, .png or .pdf.")
 @threads_option
 @json_option
 def sweep(
-    model_dir: Path, budgets: tuple[int, ...], tokens: int, prompt_tokens: int, cache_experts: int, threads: int, as_json: bool
+    *,
+    model_dir: Path,
+    budgets: tuple[int, ...],
+    tokens: int,
+    prompt_tokens: int,
+    cache_experts: int,
+    plot: Path | None,
+    threads: int,
+    as_json: bool,
 ) -> None:
     """The same run under several budgets, in decoding only and in all scopes: seconds, bytes, what was dropped."""
-    from colibri_jax.bench import bench_sweep
+    from colibri_jax.bench import bench_sweep, sweep_panels
+    from colibri_jax.plots import check_plot, draw
 
+    if plot is not None:
+        check_plot(plot)
     with _status() as update:
         table = bench_sweep(
             model_dir,
@@ -138,6 +150,8 @@ def sweep(
             progress=update,
         )
     show(table, as_json)
+    if plot is not None:
+        draw(plot, table.title, sweep_panels(table))
 
 
 @contextlib.contextmanager
