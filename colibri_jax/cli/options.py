@@ -164,6 +164,7 @@ def engine_options(command: Command) -> Command:
             ),
             ram_option("Memory the engine may allocate (the interpreter comes on top); the cache takes what the dense weights leave."),
             click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine; its own choice if not given."),
+            click.option("--io-threads", type=click.IntRange(min=1), help="Experts being read at a time; 2 if not given."),
             click.option("--io", type=click.Choice(["direct", "buffered"]), help="Read experts past the page cache, or through it."),
             click.option(
                 "--reader",
@@ -291,7 +292,7 @@ def load_arguments(options: Mapping[str, OptionValue]) -> dict[str, Any]:
     value = {name: option.value for name, option in options.items()}
     arguments = {
         name: value.get(name)
-        for name in ("backend", "precision", "threads", "io", "reader", "pipe", "pilot", "isa", "group_size", "cache_experts")
+        for name in ("backend", "precision", "threads", "io_threads", "io", "reader", "pipe", "pilot", "isa", "group_size", "cache_experts")
     }
     if value.get("ram_gb") is not None:
         arguments["ram_bytes"] = in_bytes(value["ram_gb"])
