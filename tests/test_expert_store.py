@@ -22,13 +22,13 @@ from colibri_jax.quant import WeightFormat
 BLOCK = 4096
 FORMATS = [
     WeightFormat(4, 64, "rows16"),
-    WeightFormat(4, 64, "rows16", "f16"),
     WeightFormat(4, 32, "rows16"),
     WeightFormat(8, 0, "rows16"),
     WeightFormat(4, 64),
     WeightFormat(4, 48),
     WeightFormat(4),
     WeightFormat(8),
+    WeightFormat(4, 64, "rows16", "f16"),
 ]
 ROWS16 = FORMATS[0]
 ROW_MAJOR = FORMATS[3]

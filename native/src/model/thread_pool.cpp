@@ -17,8 +17,8 @@ namespace {
 constexpr int64_t kWorthWaking = 128 * 1024;
 // The smallest part of a job: long beside the claim of it, short beside the wait for the thread that took the last one.
 constexpr int64_t kLeastPart = 64 * 1024;
-// How long a thread looks for what it waits for before it sleeps. Between two products of one layer lie less than these.
-constexpr std::chrono::microseconds kPatience{50};
+// How long a thread looks for what it waits for before it sleeps. Between two products of a step lie less than these.
+constexpr std::chrono::microseconds kPatience{200};
 
 template <typename Condition>
 void look_for(Condition condition) {

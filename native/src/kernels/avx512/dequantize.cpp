@@ -24,14 +24,15 @@ inline float nibble_value(const uint8_t* row, int64_t i, float scale) {
     return static_cast<float>((i % 2 == 0 ? row[i / 2] & 15 : row[i / 2] >> 4) - 8) * scale;
 }
 
-// Row-major nibbles of [begin, end), begin even, with one scale.
+// Row-major nibbles of [begin, end), begin even, with one scale: sixteen values are all that there are.
 void int4_run(const uint8_t* row, float scale, int64_t begin, int64_t end, float* out) {
     const __m128i nibble = _mm_set1_epi8(15);
+    const __m512 values = scaled(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 8, scale);
     int64_t i = begin;
     for (; i + 16 <= end; i += 16) {
         const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + i / 2));
         const __m128i low = _mm_and_si128(pairs, nibble), high = _mm_and_si128(_mm_srli_epi16(pairs, 4), nibble);
-        _mm512_storeu_ps(out + i, scaled(_mm_unpacklo_epi8(low, high), 8, scale));
+        _mm512_storeu_ps(out + i, _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)), values));
     }
     for (; i < end; ++i) out[i] = nibble_value(row, i, scale);
 }
