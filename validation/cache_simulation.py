@@ -12,10 +12,12 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+import numpy as np
+
 Steps = Sequence[Sequence[Sequence[int]]]
 """[step][layer]: experts used there, ascending."""
 
-UNIT = 1 << 20  # what one use adds to a score; small enough that scores stay below 2^63 in any other language
+UNIT = 1 << 30  # a running mean of 1; sums of a few fit in 64 bits anywhere
 MOST_USES = 3  # S3-FIFO counts in two bits
 
 
@@ -87,44 +89,47 @@ class LRU(Cache):
 
 
 class DecayedLFU(LRU):
-    """Least score goes first, ties to the least recent. A use adds one; each step of its layer takes the share 2^-shift off, in integers.
+    """Least score goes first, ties to the least recent. A score says how often an expert was used in its layer's steps, of late above all.
 
-    Scores outlive residence, and an expert whose score is below every resident's stays outside.
+    A running mean moves towards 1 (used) or 0 (not) by the share 2^-shift a step, in integers; a score is the sum of one such mean per
+    shift. Shift 0 is the step itself: its experts stay before all others. Without shifts a score is a count. Scores outlive residence, and
+    an expert whose score is below every resident's stays outside.
     """
 
-    shift: int | None = None  # None: nothing decays
+    shifts: tuple[int, ...] = ()
 
     def __init__(self, capacity: int, layers: int, experts: int) -> None:
         super().__init__(capacity, layers, experts)
-        self.scores = [[0] * experts for _ in range(layers)]
-
-    @classmethod
-    def half_life(cls) -> float:
-        """Steps after which a use counts half."""
-        return math.inf if cls.shift is None else math.log(0.5) / math.log1p(-(2.0**-cls.shift))
+        self.means = np.zeros((layers, max(1, len(self.shifts)), experts), np.int64)
+        self.gain = sum(UNIT >> shift for shift in self.shifts or (0,))
+        self.scores = [0] * (layers * experts)
 
     def tick(self, layer: int) -> None:
-        if self.shift is not None:
-            self.scores[layer] = [score - (score >> self.shift) for score in self.scores[layer]]
+        means = self.means[layer]
+        for at, shift in enumerate(self.shifts):
+            means[at] -= means[at] >> shift
+        start = layer * self.experts
+        self.scores[start : start + self.experts] = means.sum(axis=0).tolist()
 
-    def score(self, key: int) -> int:
-        return self.scores[key // self.experts][key % self.experts]
-
-    def count(self, key: int) -> None:
-        self.scores[key // self.experts][key % self.experts] += UNIT
+    def walk(self, layer: int, keys: Sequence[int]) -> int:
+        hits = super().walk(layer, keys)
+        used = [key - layer * self.experts for key in keys]
+        for mean, shift in zip(self.means[layer], self.shifts or (0,), strict=True):
+            mean[used] += UNIT >> shift
+        return hits
 
     def hit(self, key: int) -> None:
-        self.count(key)
+        self.scores[key] += self.gain
         super().hit(key)
 
     def victim(self, promised: Collection[int]) -> int | None:
-        return min((key for key in self.order if key not in promised), key=self.score, default=None)
+        return min((key for key in self.order if key not in promised), key=self.scores.__getitem__, default=None)
 
     def admits(self, key: int, victim: int) -> bool:
-        return self.score(key) >= self.score(victim)
+        return self.scores[key] >= self.scores[victim]
 
     def miss(self, key: int, promised: Collection[int]) -> None:
-        self.count(key)
+        self.scores[key] += self.gain
         super().miss(key, promised)
 
 
@@ -223,26 +228,21 @@ class S3FIFO(Cache):
         return False
 
 
-class LFU5(DecayedLFU):
-    shift = 3
+def decayed(*shifts: int) -> type[DecayedLFU]:
+    """The policy with these shifts."""
+    return type("DecayedLFU" + "_".join(map(str, shifts)), (DecayedLFU,), {"shifts": shifts})
 
 
-class LFU22(DecayedLFU):
-    shift = 5
-
-
-class LFU88(DecayedLFU):
-    shift = 7
-
-
-class LFU354(DecayedLFU):
-    shift = 9
+def half_life(shift: int) -> float:
+    """Steps after which a use counts half."""
+    return math.log(0.5) / math.log1p(-(2.0**-shift))
 
 
 POLICIES: dict[str, type[Cache]] = {
     "LRU": LRU,
-    **{f"LFU, half-life {policy.half_life():.0f}": policy for policy in (LFU5, LFU22, LFU88, LFU354)},
+    **{f"LFU, half-life {half_life(shift):.0f}": decayed(shift) for shift in (3, 5, 7, 9)},
     "LFU, no decay": DecayedLFU,
+    **{f"step, then LFU {half_life(shift):.0f}": decayed(0, shift) for shift in (3, 5, 7)},
     "SLRU": SLRU,
     "S3-FIFO": S3FIFO,
 }

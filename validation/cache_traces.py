@@ -103,7 +103,7 @@ def texts(lm: LanguageModel, documents: Iterator[Sequence[int]]) -> Iterator[Ite
 
 
 def answers(lm: LanguageModel, tokenizer: ChatTokenizer) -> Iterator[Iterator[int]]:
-    """What the model says to QUESTIONS, again and again with other seeds, questions included; sampled, so that it does not run in circles."""
+    """What the model says to QUESTIONS, again and again with other seeds, questions included; sampled: greedy, it would run in circles."""
 
     def say(question: str, seed: int) -> Iterator[int]:
         options = SamplingOptions(temperature=TEMPERATURE, seed=seed)
@@ -164,7 +164,7 @@ class Drawn:
                 ranks[layer, pair] = ranks[layer, pair[::-1]]
             values = luck - self.exponent * np.log1p(ranks)
             used[step] = np.sort(np.argpartition(values, -top_k, axis=1)[:, -top_k:], axis=1)
-        source = f"drawn: Zipf exponent {self.exponent:g}, rank exchanges {self.drift:g} a step, stickiness {self.stickiness:g}, seed {seed}"
+        source = f"drawn: Zipf exponent {self.exponent:g}, exchanges {self.drift:g} a step, stickiness {self.stickiness:g}, seed {seed}"
         return Trace(self.name, source, experts, used)
 
 
