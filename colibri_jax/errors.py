@@ -136,5 +136,9 @@ class ReadError(ContainerError):
     """The operating system failed to deliver bytes that the file should have."""
 
 
+class UsageFileError(ColibriError):
+    """A file of expert usage cannot be read, or belongs to another model."""
+
+
 class EngineError(ColibriError):
     """The native engine found its own state contradicted; the message is a bug report."""

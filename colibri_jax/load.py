@@ -33,8 +33,12 @@ def load(
     cache_experts: int | None = None,
     ram_bytes: int | None = None,
     threads: int | None = None,
+    io_threads: int | None = None,
     io: Literal["direct", "buffered"] | None = None,
     reader: Literal["auto", "pread", "uring"] | None = None,
+    pipe: bool | None = None,
+    pilot: bool | None = None,
+    pinned: tuple[tuple[int, ...], ...] | None = None,
     isa: str = "",
     group_size: int | None = None,
     residency: Literal["all", "layer"] = "all",
@@ -49,8 +53,8 @@ def load(
         budget_scopes: any of "prefill", "decode", "verify".
         context_positions: positions of the KV cache.
         cache_experts, ram_bytes: size of the native expert cache, per MoE layer or by a bound on all memory; not both.
-        threads, io, reader, isa: how the native engine runs (io: "direct", the default, or "buffered"; reader: "auto", the default,
-            "pread" or "uring"); they change no bit of its output.
+        threads, io_threads, io, reader, pipe, pilot, pinned, isa: how the native engine runs, see `engine.options.EngineOptions`;
+            they change no bit of its output.
         group_size: of an untagged int4 container whose byte counts fit several.
         residency: "layer" (reference) holds one layer at a time, without its experts, and reads everything as it is needed: slow, and
             for models that do not fit in memory.
@@ -70,8 +74,12 @@ def load(
         "cache_experts": cache_experts,
         "ram_bytes": ram_bytes,
         "threads": threads,
+        "io_threads": io_threads,
         "io": io,
         "reader": reader,
+        "pipe": pipe,
+        "pilot": pilot,
+        "pinned": pinned,
         "isa": isa or None,
     }
     if residency not in ("all", "layer"):

@@ -36,6 +36,14 @@ class ScopeStats:
     """Bytes of the experts that those reads were for."""
     cache_hits: int = 0
     cache_misses: int = 0
+    foreseen_experts: int = 0
+    """Experts of layers that were looked ahead to, which the look ahead had named."""
+    foreseeable_experts: int = 0
+    """All experts of those layers."""
+    prefetch_useful_bytes: int = 0
+    """Bytes of experts whose reads had begun before their layer asked for them. Part of `useful_bytes`."""
+    prefetch_wasted_bytes: int = 0
+    """Bytes of experts that were read ahead and not asked for. Not part of `useful_bytes`."""
     layer_steps: int = 0
     budget_acted_layer_steps: int = 0
     union_experts: int = 0
@@ -60,6 +68,11 @@ class ScopeStats:
         """Cache hits over distinct experts after the cut; 0.0 before any step."""
         looked_up = self.cache_hits + self.cache_misses
         return self.cache_hits / looked_up if looked_up else 0.0
+
+    @property
+    def prefetch_recall(self) -> float:
+        """Share of the experts of layers that were looked ahead to, which the look ahead had named; 0.0 before any."""
+        return self.foreseen_experts / self.foreseeable_experts if self.foreseeable_experts else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -109,7 +122,11 @@ class Stats:
     dense_bytes: int = 0
     kv_cache_bytes: int = 0
     ram_bytes: int = 0
-    """Bound that the engine was given or derived; 0 where there is none."""
+    """Bound that the engine derived, or was given and found free; 0 where there is none."""
+    asked_ram_bytes: int = 0
+    """Bound that the engine was given; 0 where there was none."""
+    pinned_experts: int = 0
+    """Experts of all layers that stay in memory from their first use on, outside the cache."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scopes", MappingProxyType(dict(self.scopes)))

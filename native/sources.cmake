@@ -15,6 +15,7 @@ set(COLIBRI_SOURCES
     # io and cache
     src/cache/expert_store.cpp
     src/cache/geometry.cpp
+    src/cache/announce.cpp
     src/cache/walk.cpp
     src/io/faults.cpp
     src/io/file_set.cpp

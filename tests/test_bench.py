@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from readers import USABLE
 
+from colibri_jax import plots
 from colibri_jax.bench import BenchError, Measured, bench_kernels
 from colibri_jax.bench import kernels as bench_module
 from colibri_jax.bench.report import ratios
 from colibri_jax.cli import main
+from colibri_jax.cli.options import SHIPPED_MODEL
 from colibri_jax.engine.passes import ProductPass, available_isas, read_pass
+from colibri_jax.engine.session import NativeModel
+from colibri_jax.errors import OptionError
 
 SMALL: dict[str, Any] = {"threads": 2, "positions": (1, 3), "memory_bytes": 30 << 20, "repeats": 2}
 
@@ -67,6 +74,63 @@ def test_command_prints_json_and_a_table() -> None:
     answer = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
     assert answer["conditions"]["threads"] == 1
     assert answer["rows"][0]["share of raw"]["median"] > 0
-    text = CliRunner().invoke(main, arguments)
+    text = CliRunner(env={"COLUMNS": "250"}).invoke(main, arguments)
     assert text.exit_code == 0
     assert "share of raw" in " ".join(text.stdout.split())
+
+
+def test_a_sweep_draws_a_line_per_scope(tmp_path: Path) -> None:
+    picture = tmp_path / "sweep.svg"
+    arguments = ["bench", "sweep", str(SHIPPED_MODEL), "--budget", "off", "--budget", "2", "--tokens", "2", "--prompt-tokens", "3"]
+    answer = json.loads(CliRunner().invoke(main, [*arguments, "--plot", str(picture), "--json"]).stdout)
+    rows = {(row["what"], row["budget"]): row for row in answer["rows"]}
+    assert set(rows) == {("scope decode", "off"), ("scope decode", 2), ("scope all", "off"), ("scope all", 2)}
+    assert rows["scope all", 2]["read GB"] < rows["scope decode", 2]["read GB"] < rows["scope decode", "off"]["read GB"]
+    assert rows["scope decode", "off"]["mass kept"] == 1.0 > rows["scope decode", 2]["mass kept"]
+    assert picture.read_text().count('id="legend_') == 3
+
+
+def test_a_picture_of_no_known_kind_is_refused_before_the_work() -> None:
+    refused = CliRunner().invoke(main, ["bench", "sweep", str(SHIPPED_MODEL), "--plot", "sweep.txt"])
+    assert refused.exit_code != 0
+    assert ".svg" in refused.stderr
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(OptionError, match="colibri_jax\\[plot\\]"):
+        plots.draw(tmp_path / "x.svg", "", [])
+
+
+@pytest.mark.parametrize("cache", ["cold", "warm"])
+def test_decoding_is_measured_after_its_logits_were_checked(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["bench", "decode", str(SHIPPED_MODEL), "--cache", cache, "--tokens", "2", "--repeats", "2", "--threads", "2"]
+    done = CliRunner().invoke(main, [*arguments, "--json"])
+    (row,) = json.loads(done.stdout)["rows"]
+    assert len(row["share of raw"]["values"]) == 2
+    assert (max(row["misses"]["values"]) > 0) if cache == "cold" else "misses" not in row
+    honest = NativeModel.forward
+
+    def faulty(self: NativeModel, *args: Any, **options: Any) -> Any:
+        logits = honest(self, *args, **options)
+        return logits if self.stats.isa == "scalar" else np.nextafter(logits, np.float32(np.inf))
+
+    monkeypatch.setattr(NativeModel, "forward", faulty)
+    refused = CliRunner().invoke(main, arguments)
+    assert refused.exit_code != 0
+    assert "depend on" in refused.stderr + str(refused.exception)
+
+
+def test_prefill_reads_each_expert_of_the_union_once() -> None:
+    arguments = ["bench", "prefill", str(SHIPPED_MODEL), "--positions", "5", "--positions", "40", "--repeats", "2", "--json"]
+    rows = json.loads(CliRunner().invoke(main, arguments).stdout)["rows"]
+    assert [(row["positions"], row["read / (union x expert)"]) for row in rows] == [(5, 1.0), (40, 1.0)]
+    assert rows[0]["union"]["median"] < rows[1]["union"]["median"]
+
+
+def test_io_reads_experts_with_every_reader() -> None:
+    rows = json.loads(
+        CliRunner().invoke(main, ["bench", "io", str(SHIPPED_MODEL), "--depth", "2", "--experts", "3", "--repeats", "2", "--json"]).stdout
+    )["rows"]
+    assert [row["what"] for row in rows] == list(dict.fromkeys(USABLE))
+    assert all(len(row["rate"]["values"]) == 2 for row in rows)

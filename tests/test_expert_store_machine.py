@@ -38,6 +38,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     arrangements: dict[str, ExpertFiles]
     model_class: type[CacheModel] = CacheModel
+    prefetch_experts = 0
 
     @initialize(
         arrangement=st.sampled_from(["adjacent", "scattered"]),
@@ -46,6 +47,7 @@ class StoreMachine(RuleBasedStateMachine):
         reverse=st.booleans(),
         direct=st.booleans(),
         reader=st.sampled_from(USABLE),
+        pipe=st.booleans(),
         pinned=st.one_of(st.just([[], []]), st.lists(st.sets(st.integers(0, EXPERTS - 1)).map(sorted), min_size=LAYERS, max_size=LAYERS)),
     )
     def open(
@@ -57,6 +59,7 @@ class StoreMachine(RuleBasedStateMachine):
         reverse: bool,
         direct: bool,
         reader: str,
+        pipe: bool,
         pinned: list[list[int]],
     ) -> None:
         files = self.files = self.arrangements[arrangement]
@@ -70,6 +73,8 @@ class StoreMachine(RuleBasedStateMachine):
             reverse_completions=reverse,
             pinned=pinned,
             reader=reader,
+            pipe=pipe,
+            prefetch_experts=self.prefetch_experts,
         )
         self.cache = self.model_class(LAYERS, EXPERTS, cache_experts, pinned)
         self.disk = Disk([os.path.getsize(path) for path in files.files], self.store.reader.startswith("direct"))
@@ -87,11 +92,19 @@ class StoreMachine(RuleBasedStateMachine):
     def disturb(self) -> None:
         """A planted fault that the models do not know of."""
 
+    def foresee(self, layer: int, experts: list[int]) -> None:
+        """A walk is about to begin."""
+
+    def may_happen(self, fault: dict[str, Any]) -> bool:
+        """Whether a fault is put in."""
+        return True
+
     # ---- rules ---------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.walk is None)
     @rule(layer=st.integers(0, LAYERS - 1), experts=experts_strategy)
     def begin_walk(self, layer: int, experts: list[int]) -> None:
+        self.foresee(layer, experts)
         self.walk = self.store.walk(layer, experts)
         self.layer, self.to_come = layer, list(experts)
         # A lease that ends later may bring one of them into the cache: it is read all the same.
@@ -161,6 +174,10 @@ class StoreMachine(RuleBasedStateMachine):
             walk.close()
         del walk  # ends it too
         self.cache.end()
+        self.settle()
+
+    def settle(self) -> None:
+        """Hold what a walk read against the model of the disk."""
         # Reads start in the order of the walk, and how many of them had started is a matter of timing.
         tried, possible = copy.deepcopy(self.disk), [copy.copy(self.account)]
         for expert in self.to_come:
@@ -179,6 +196,8 @@ class StoreMachine(RuleBasedStateMachine):
     def add_fault(self, layer: int, expert: int, part: int, fault: dict[str, Any]) -> None:
         if self.walk is not None and layer == self.layer and expert in self.to_come:
             return  # its read may have begun
+        if not self.may_happen(fault):
+            return
         parts = extents(self.files.index[layer][expert])
         # Adjacent experts share their outer blocks, and who reads those first is a matter of timing.
         file, offset, nbytes, _ = parts[part % len(parts)] if len(parts) == 6 else parts[1]

@@ -243,7 +243,15 @@ def test_json_holds_every_counter_per_scope_and_phases_that_sum() -> None:
     data = json.loads(json.dumps(report(RoutingOptions(budget=4), dict(model.stats.scopes)).to_json()))
     assert set(data["scopes"]) == {"prefill", "decode", "verify"}
     decode = data["scopes"]["decode"]
-    derived = {"phase_seconds", "phase_seconds_sum", "tokens_per_second", "hit_rate", "mass_kept", "bytes_read_per_position"}
+    derived = {
+        "phase_seconds",
+        "phase_seconds_sum",
+        "tokens_per_second",
+        "hit_rate",
+        "prefetch_recall",
+        "mass_kept",
+        "bytes_read_per_position",
+    }
     assert set(decode) == {f.name for f in dataclasses.fields(ScopeStats)} | derived
     assert set(decode["phase_seconds"]) == set(PHASES)
     assert decode["phase_seconds_sum"] == decode["wall_seconds"] == 1.0

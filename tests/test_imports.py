@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "tensors": {"errors", "config", "routing_spec"},
     "stats": {"errors", "routing_spec"},
     "quant": {"errors"},
+    "plots": {"errors"},
     "generate.protocol": {"errors", "config", "routing_spec", "stats"},
     "reference": LEAVES,
     "container": LEAVES,
@@ -37,8 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     "tokenizer": LEAVES,
     "generate": LEAVES | {"reference", "container", "engine", "native", "load", "tokenizer"},
     "compare": LEAVES | {"reference", "container", "engine", "native", "load", "tokenizer", "generate"},
-    "bench": LEAVES | {"container", "engine", "native", "load", "generate"},
-    "cli": LEAVES | {"", "reference", "container", "engine", "native", "load", "tokenizer", "generate", "compare", "bench"},
+    "bench": LEAVES | {"container", "engine", "native", "load", "generate", "plots"},
+    "cli": LEAVES | {"", "reference", "container", "engine", "native", "load", "tokenizer", "generate", "compare", "bench", "plots"},
     "": {"errors", "config", "routing_spec", "load"},
 }
 # What a part may import for annotations (`if TYPE_CHECKING`) or by name (`importlib`) only: the front door names everything

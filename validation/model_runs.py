@@ -131,4 +131,7 @@ def _setup(c: Chooser, shape: Shape) -> dict[str, Any]:
         "threads": c.pick((1, 2, 3)),
         "isa": c.pick(tuple(_native.kernels.available_isas())),
         "io": c.pick(("direct", "buffered")),
+        "reader": c.pick(("pread",) if _native.uring_refusal() else ("pread", "uring")),
+        "pipe": c.pick((True, True, False)),
+        "pilot": c.pick((False, True)),
     }

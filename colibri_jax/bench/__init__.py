@@ -5,7 +5,7 @@ from __future__ import annotations
 from colibri_jax.bench.decode import bench_cold_decode, bench_warm_decode
 from colibri_jax.bench.io import bench_io
 from colibri_jax.bench.kernels import bench_kernels
-from colibri_jax.bench.prefill import bench_prefill, bench_sweep
+from colibri_jax.bench.prefill import bench_prefill, bench_sweep, sweep_panels
 from colibri_jax.bench.report import BenchError, Measured, Row, Table
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "bench_prefill",
     "bench_sweep",
     "bench_warm_decode",
+    "sweep_panels",
 ]

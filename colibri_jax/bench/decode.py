@@ -13,6 +13,7 @@ from colibri_jax.container.reader import Container
 from colibri_jax.engine.passes import read_pass
 from colibri_jax.engine.session import NativeModel
 from colibri_jax.errors import OptionError
+from colibri_jax.routing_spec import RoutingOptions
 
 PROMPT = 14
 COLD_CACHE = 2
@@ -30,6 +31,7 @@ def bench_cold_decode(
     tokens: int = 6,
     repeats: int = 7,
     depth: int = IO_DEPTH,
+    budget: int = 0,
     progress: Progress = lambda what: None,
     **engine: Any,
 ) -> Table:
@@ -38,28 +40,35 @@ def bench_cold_decode(
     Args:
         tokens: decoded in one measurement.
         depth: reads in flight, of both.
+        budget: the same tokens are decoded a second time under this expert budget, in turn with the first; 0 is off.
+        engine: further arguments of `colibri_jax.load`.
 
     Raises:
         BenchError: logits depend on cache or threads.
     """
     container = Container.open(path)
-    options = {"threads": threads, "io": "direct", **engine}
+    options = {"threads": threads, "io": "direct", "io_threads": depth, **engine}
     cold = open_model(path, cache_experts=COLD_CACHE, **options)
     _check_same(path, cold)
     blocks = ExpertBlocks(container, seed=2)
     top_k = container.config.moe.router.top_k
     # Room for one token's experts, so that the same token again is all hits: the computing alone.
     roomy = open_model(path, cache_experts=2 * top_k, **options)
-    for model in (cold, roomy):
-        run(model, random_tokens(model, PROMPT, 3), "prefill")
+    cut = open_model(path, cache_experts=COLD_CACHE, routing=RoutingOptions(budget=budget), **options) if budget else None
+    for model in (cold, roomy, cut):
+        if model is not None:
+            run(model, random_tokens(model, PROMPT, 3), "prefill")
     costs: list[StepCost] = []
     raw: list[float] = []
     computing: list[float] = []
+    cut_costs: list[StepCost] = []
     for repeat in range(repeats):
         progress(f"cold decode, {repeat + 1} of {repeats}")
         chosen = random_tokens(cold, tokens, 10 + repeat)
         raw.append(blocks.read(tokens * top_k * len(container.config.moe_layers), depth=depth))
         costs.append(run(cold, chosen, "decode"))
+        if cut is not None:
+            cut_costs.append(run(cut, chosen, "decode"))
         computing.append(_computing_seconds(roomy, chosen))
     rates = [cost.useful_bytes / cost.wall_seconds for cost in costs]
     alone = [max(cost.bytes_read / rate, seconds) for cost, rate, seconds in zip(costs, raw, computing, strict=True)]
@@ -74,6 +83,15 @@ def bench_cold_decode(
         "misses": Measured(tuple(float(cost.misses) for cost in costs)),
         **_phases(costs, tokens),
     }
+    if cut is not None:
+        figures |= {
+            f"budget {budget}: times as fast": ratios(walls, [cost.wall_seconds for cost in cut_costs]),
+            f"budget {budget}: share of bytes read": ratios([cost.bytes_read for cost in cut_costs], [cost.bytes_read for cost in costs]),
+            f"budget {budget}: mass kept": Measured(tuple(cost.stats.mass_kept for cost in cut_costs)),
+        }
+    if any(cost.stats.foreseeable_experts for cost in costs):
+        figures["foreseen"] = Measured(tuple(cost.stats.prefetch_recall for cost in costs))
+        figures["wasted"] = Measured(tuple(cost.stats.prefetch_wasted_bytes / GB for cost in costs), "GB")
     conditions = {
         "threads": threads,
         "cache state": f"cold: {COLD_CACHE} experts a layer, {cold.stats.reader}",
@@ -81,6 +99,7 @@ def bench_cold_decode(
         "repeats": repeats,
         "MoE layers": len(container.config.moe_layers),
         "expert bytes": cold.stats.expert_bytes,
+        **engine,
     }
     return Table("cold decoding, against the disk", conditions, (Row("decode", figures),))
 

@@ -9,6 +9,7 @@ from typing import Any
 from colibri_jax.bench.model import StepCost, open_model, random_tokens, run
 from colibri_jax.bench.report import BenchError, Measured, Row, Table
 from colibri_jax.errors import OptionError
+from colibri_jax.plots import Panel
 from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope
 
 GB = 1e9
@@ -114,3 +115,18 @@ def bench_sweep(
         "policy": "aggregate",
     }
     return Table("budgets: seconds, bytes and what was dropped", conditions, tuple(rows))
+
+
+def sweep_panels(table: Table) -> list[Panel]:
+    """What a sweep's plot shows: speed, bytes and router mass over the budget, a line per scope."""
+    scopes = dict.fromkeys(row.what for row in table.rows)
+    budgets = list(dict.fromkeys(str(row.figures["budget"]) for row in table.rows))
+    return [
+        Panel(
+            "expert budget",
+            name,
+            budgets,
+            {scope: [float(str(row.figures[figure])) for row in table.rows if row.what == scope] for scope in scopes},
+        )
+        for figure, name in (("tok/s", "decoded tokens per second"), ("read GB", "GB read"), ("mass kept", "router mass kept"))
+    ]

@@ -82,17 +82,37 @@ def io(model_dir: Path, depths: tuple[int, ...], experts: int, repeats: int, as_
 @click.argument("model_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--cache", type=click.Choice(["cold", "warm"]), default="cold", show_default=True, help="Two experts a layer, or all.")
 @click.option("--tokens", type=click.IntRange(min=1), default=6, show_default=True, help="Decoded in one measurement.")
+@click.option("--budget", type=parse_budget, default="off", show_default=True, help="Cold: the same tokens under this budget as well.")
 @click.option("--reader", type=click.Choice(["auto", "pread", "uring"]), default="auto", show_default=True)
+@click.option("--depth", type=click.IntRange(min=1), default=2, show_default=True, help="Cold: reads in flight.")
+@click.option("--pipe/--no-pipe", default=True, show_default=True, help="Reads run ahead of the products.")
+@click.option("--pilot/--no-pilot", default=False, show_default=True, help="The next layer's likely experts are read as well.")
 @threads_option
 @repeats_option
 @json_option
-def decode(model_dir: Path, cache: str, tokens: int, reader: str, threads: int, repeats: int, as_json: bool) -> None:
+def decode(
+    *,
+    model_dir: Path,
+    cache: str,
+    tokens: int,
+    budget: int,
+    reader: str,
+    depth: int,
+    pipe: bool,
+    pilot: bool,
+    threads: int,
+    repeats: int,
+    as_json: bool,
+) -> None:
     """Tokens one by one: cold, as a share of the disk's rate; warm, of the memory's."""
     from colibri_jax.bench import bench_cold_decode, bench_warm_decode
 
-    run = bench_cold_decode if cache == "cold" else bench_warm_decode
     with _status() as update:
-        table = run(model_dir, threads=threads, tokens=tokens, repeats=repeats, progress=update, reader=reader)
+        common: dict[str, Any] = {"threads": threads, "tokens": tokens, "repeats": repeats, "progress": update, "reader": reader}
+        if cache == "warm":
+            table = bench_warm_decode(model_dir, **common)
+        else:
+            table = bench_cold_decode(model_dir, **common, depth=depth, budget=budget, pipe=pipe, pilot=pilot)
     show(table, as_json)
 
 
@@ -119,14 +139,26 @@ def prefill(model_dir: Path, positions: tuple[int, ...], threads: int, repeats: 
 @click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Decoded under each budget.")
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=14, show_default=True)
 @click.option("--cache-experts", type=click.IntRange(min=1), default=2, show_default=True, help="Per layer.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw it too: a file that ends in .svg, .png or .pdf.")
 @threads_option
 @json_option
 def sweep(
-    model_dir: Path, budgets: tuple[int, ...], tokens: int, prompt_tokens: int, cache_experts: int, threads: int, as_json: bool
+    *,
+    model_dir: Path,
+    budgets: tuple[int, ...],
+    tokens: int,
+    prompt_tokens: int,
+    cache_experts: int,
+    plot: Path | None,
+    threads: int,
+    as_json: bool,
 ) -> None:
     """The same run under several budgets, in decoding only and in all scopes: seconds, bytes, what was dropped."""
-    from colibri_jax.bench import bench_sweep
+    from colibri_jax.bench import bench_sweep, sweep_panels
+    from colibri_jax.plots import check_plot, draw
 
+    if plot is not None:
+        check_plot(plot)
     with _status() as update:
         table = bench_sweep(
             model_dir,
@@ -138,6 +170,8 @@ def sweep(
             progress=update,
         )
     show(table, as_json)
+    if plot is not None:
+        draw(plot, table.title, sweep_panels(table))
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from colibri_jax.cli.options import (
     model_directory,
     routing_from,
     routing_options,
+    usage_from,
 )
 from colibri_jax.config import ModelConfig
 from colibri_jax.container.directory import read_config
@@ -64,9 +65,9 @@ Policies
   resident      cached experts always, the rest by votes (--allow-irreproducible)
 \b
 Environment
-  SNAP, PROMPT, NGEN, EXPERT_BUDGET, TOPK, TOPP, CAP, RAM_GB and READER are
-  defaults for MODEL_DIR and the flags; a flag wins. MTP may be 0; drafting is
-  not built in.
+  SNAP, PROMPT, NGEN, EXPERT_BUDGET, TOPK, TOPP, CAP, RAM_GB, READER, PIPE and
+  PILOT are defaults for MODEL_DIR and the flags; a flag wins. MTP may be 0;
+  drafting is not built in.
 """
 
 
@@ -128,10 +129,19 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
 
     # The KV cache holds what this run can reach, not the model's whole context.
     context = min(config.max_positions, len(prompt_ids) + run.max_new_tokens)
-    lm = colibri_jax.load(directory, routing=routing, budget_scopes=scopes, context_positions=context, **load_arguments(options))
+    usage = usage_from(options, config)
+    arguments = load_arguments(options)
+    if usage is not None and value["pin"]:
+        arguments["pinned"] = usage.hottest(value["pin"])
+    lm = colibri_jax.load(directory, routing=routing, budget_scopes=scopes, context_positions=context, **arguments)
     click.echo(_describe_engine(lm.stats), err=True)
     report = _run(lm, tokenizer, prompt_ids, run, options=options, notes=notes, stream=not value["as_json"])
     _print_report(report, as_json=value["as_json"])
+    if usage is not None:
+        from colibri_jax.engine.session import NativeModel
+
+        assert isinstance(lm, NativeModel)  # usage_from saw to it
+        usage.plus(lm.usage).write(value["usage_file"])
     if report.generation.stop_reason == "interrupted":
         ctx.exit(EXIT_INTERRUPTED)
 
@@ -235,7 +245,11 @@ def _describe_engine(stats: Stats) -> str:
             parts.append(f"{name}={value}")
     if stats.cache_experts_per_layer:
         parts.append(f"cache={stats.cache_experts_per_layer} experts per layer of {stats.expert_bytes / 1e6:.3g} MB")
+    if stats.pinned_experts:
+        parts.append(f"pinned={stats.pinned_experts} experts of all layers")
     for name, n_bytes in (("dense", stats.dense_bytes), ("kv", stats.kv_cache_bytes), ("ram", stats.ram_bytes)):
         if n_bytes:
             parts.append(f"{name}={n_bytes / 1e9:.3g} GB" if n_bytes >= 1e9 else f"{name}={n_bytes / 1e6:.4g} MB")
+    if stats.ram_bytes < stats.asked_ram_bytes:
+        parts[-1] += f" (asked for {stats.asked_ram_bytes / 1e9:.3g} GB; no more is free)"
     return "running: " + "  ".join(parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 from click.core import ParameterSource
@@ -13,6 +13,10 @@ from colibri_jax.container.reader import refuse_unfinished
 from colibri_jax.errors import MissingFileError, OptionError
 from colibri_jax.generate.report import OptionValue
 from colibri_jax.routing_spec import POLICIES, SCOPES, Denominator, RoutingOptions, Scope, Vote
+
+if TYPE_CHECKING:
+    from colibri_jax.config import ModelConfig
+    from colibri_jax.engine.usage import ExpertUsage
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -160,6 +164,7 @@ def engine_options(command: Command) -> Command:
             ),
             ram_option("Memory the engine may allocate (the interpreter comes on top); the cache takes what the dense weights leave."),
             click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine; its own choice if not given."),
+            click.option("--io-threads", type=click.IntRange(min=1), help="Experts being read at a time; 2 if not given."),
             click.option("--io", type=click.Choice(["direct", "buffered"]), help="Read experts past the page cache, or through it."),
             click.option(
                 "--reader",
@@ -167,6 +172,31 @@ def engine_options(command: Command) -> Command:
                 envvar="READER",
                 show_envvar=True,
                 help="Read with threads that call pread, or through the kernel's io_uring; auto, the default, takes pread.",
+            ),
+            click.option(
+                "--pipe/--no-pipe",
+                default=None,
+                envvar="PIPE",
+                show_envvar=True,
+                help="Read a layer's experts ahead of its products (the default), or each when its turn has come.",
+            ),
+            click.option(
+                "--pilot/--no-pilot",
+                default=None,
+                envvar="PILOT",
+                show_envvar=True,
+                help="Read the next layer's likely experts while a layer works. Off by default.",
+            ),
+            click.option(
+                "--usage-file",
+                type=click.Path(dir_okay=False, path_type=Path),
+                help="Count here which experts are used, over all runs that name the file. It is made where there is none.",
+            ),
+            click.option(
+                "--pin",
+                type=click.IntRange(min=0),
+                default=0,
+                help="Keep this many of a layer's most used experts in memory, by the usage file, beside the cache.",
             ),
             click.option("--isa", help="Instruction set of the kernels; the best of this CPU if not given."),
             click.option(
@@ -261,11 +291,31 @@ def load_arguments(options: Mapping[str, OptionValue]) -> dict[str, Any]:
     """Keyword arguments of `colibri_jax.load` for what was asked for; the rest keeps the loader's own defaults."""
     value = {name: option.value for name, option in options.items()}
     arguments = {
-        name: value.get(name) for name in ("backend", "precision", "threads", "io", "reader", "isa", "group_size", "cache_experts")
+        name: value.get(name)
+        for name in ("backend", "precision", "threads", "io_threads", "io", "reader", "pipe", "pilot", "isa", "group_size", "cache_experts")
     }
     if value.get("ram_gb") is not None:
         arguments["ram_bytes"] = in_bytes(value["ram_gb"])
     return {name: argument for name, argument in arguments.items() if argument is not None}
+
+
+def usage_from(options: Mapping[str, OptionValue], config: ModelConfig) -> ExpertUsage | None:
+    """The counts of the usage file; None where none is named.
+
+    Raises:
+        OptionError: experts are to be pinned without a usage file, or by the reference.
+        UsageFileError: the file is of another model, or of another kind.
+    """
+    file, pin, backend = (options[name].value for name in ("usage_file", "pin", "backend"))
+    if file is None:
+        if pin:
+            raise OptionError("experts are pinned by how often they were used", where="--pin", expected="--usage-file too", got="none")
+        return None
+    if backend != "native":
+        raise OptionError("an option of the native engine", where="--usage-file", expected="--backend native", got=backend)
+    from colibri_jax.engine.usage import ExpertUsage
+
+    return ExpertUsage.read(file, config)
 
 
 def describe_options(options: Mapping[str, OptionValue]) -> str:

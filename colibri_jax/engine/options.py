@@ -30,13 +30,17 @@ class EngineOptions:
         precision: "w4a8" quantises activations (as shipped); "w4a32" keeps them float32 (for comparison, slow).
         context_positions: positions of the KV cache; None takes the model's maximum, at most 4096.
         cache_experts: experts kept in memory per MoE layer; excludes `ram_bytes`.
-        ram_bytes: bound on everything the engine allocates; the cache takes what is left. With neither, 70 % of
-            the memory that is free at load.
+        ram_bytes: bound on everything the engine allocates; the cache takes what is left. Where less is free at load, that is the
+            bound. With neither, 70 % of what is free.
         threads: compute threads; None takes all processors of this process.
         io_threads: reads in flight.
         io: "direct" bypasses the page cache where the file system allows it, "buffered" goes through it.
         reader: "pread" is a pool of threads, "uring" one thread and the kernel's io_uring, an error where the kernel refuses
             that; "auto" takes the pool.
+        pipe: the reads of a layer run ahead of its products; False begins each when its expert's turn has come.
+        pilot: while a layer works, the next one's likely experts (its router on this layer's residual stream) are read behind this
+            layer's own. Takes memory for as many experts as a position chooses.
+        pinned: of every MoE layer, experts that stay in memory from their first use on, outside `cache_experts`; () pins none.
         isa: instruction set of the kernels; "" takes the best of this processor.
 
     Raises:
@@ -51,6 +55,9 @@ class EngineOptions:
     io_threads: int = 2
     io: Literal["direct", "buffered"] = "direct"
     reader: Literal["auto", "pread", "uring"] = "auto"
+    pipe: bool = True
+    pilot: bool = False
+    pinned: tuple[tuple[int, ...], ...] = ()
     isa: str = ""
 
     def __post_init__(self) -> None:
@@ -131,7 +138,8 @@ def _fit(config: ModelConfig, options: EngineOptions, model: dict[str, Any], des
     if options.cache_experts is not None:
         cap, ram_bytes = min(options.cache_experts, most), 0
     else:
-        ram_bytes = options.ram_bytes or int(DEFAULT_MEMORY_SHARE * free_memory_bytes())
+        free = free_memory_bytes()
+        ram_bytes = min(options.ram_bytes, free) if options.ram_bytes else int(DEFAULT_MEMORY_SHARE * free)
         least_step = step(LEAST_STEP_POSITIONS)
         needed = total(one) + least_step
         if needed > ram_bytes:
@@ -272,6 +280,9 @@ def _options_dict(
         "io_threads": options.io_threads,
         "direct": options.io == "direct",
         "reader": options.reader,
+        "pipe": options.pipe,
+        "pinned": [list(experts) for experts in options.pinned],
+        "prefetch_experts": config.moe.router.top_k if options.pilot and config.moe_layers else 0,
         "context": config.resolve_context(options.context_positions),
         "threads": options.resolved_threads(),
         "isa": options.isa,

@@ -15,6 +15,7 @@ from colibri_jax import _native
 from colibri_jax.config import ModelConfig
 from colibri_jax.container.reader import Container
 from colibri_jax.engine.options import EngineOptions, plan_engine
+from colibri_jax.engine.usage import ExpertUsage
 from colibri_jax.errors import EngineError, TokenError
 from colibri_jax.routing_spec import RoutingOptions, Scope, Selection, check_scopes, check_step
 from colibri_jax.stats import ScopeStats, Stats
@@ -52,6 +53,7 @@ class NativeModel:
         self._engine = _native.Engine(plan.model, plan.options)
         self._running = threading.Lock()
         self._selections: tuple[Selection, ...] = ()
+        self._usage = ExpertUsage.none(self._config)
         self._stats = Stats(
             backend="native",
             precision=self._options.precision,
@@ -63,6 +65,8 @@ class NativeModel:
             dense_bytes=plan.dense_bytes,
             kv_cache_bytes=plan.kv_cache_bytes,
             ram_bytes=plan.ram_bytes,
+            asked_ram_bytes=self._options.ram_bytes or 0,
+            pinned_experts=sum(map(len, self._options.pinned)),
         )
 
     @property
@@ -91,6 +95,11 @@ class NativeModel:
         return self._selections
 
     @property
+    def usage(self) -> ExpertUsage:
+        """How often each expert was used since the model was loaded."""
+        return self._usage
+
+    @property
     def stats(self) -> Stats:
         return self._stats
 
@@ -107,6 +116,7 @@ class NativeModel:
                 self._count(scope, ScopeStats(**self._engine.report))
                 raise
             self._selections = tuple(Selection(**fields) for fields in self._engine.selections)
+            self._usage = self._usage.with_selections(self._selections)
             self._count(scope, ScopeStats(steps=1, positions=ids.size, **self._engine.report).with_selections(self._selections))
         return scores
 

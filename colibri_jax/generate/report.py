@@ -111,6 +111,7 @@ def scope_json(stats: ScopeStats) -> dict[str, Any]:
         "phase_seconds_sum": sum(_phase(stats, phase) for phase in PHASES),
         "tokens_per_second": stats.tokens_per_second if stats.wall_seconds else None,
         "hit_rate": stats.hit_rate if looked_up else None,
+        "prefetch_recall": stats.prefetch_recall if stats.foreseeable_experts else None,
         "mass_kept": stats.mass_kept if stats.layer_steps else None,
         "bytes_read_per_position": stats.bytes_read / stats.positions if stats.positions else None,
     }
@@ -140,8 +141,13 @@ def _of_layer_steps(total: int, s: ScopeStats) -> str:
     return f"{total / s.layer_steps:.1f}" if s.layer_steps else "–"
 
 
+def _read_ahead(s: ScopeStats) -> str:
+    useful, wasted = _gigabytes(s.prefetch_useful_bytes), _gigabytes(s.prefetch_wasted_bytes)
+    return f"{s.prefetch_recall:.1%} foreseen, {useful} GB useful, {wasted} GB wasted"
+
+
 # The reference neither reads experts nor tells phases apart.
-_NATIVE_ROWS = ("  disk wait", "  expert products", "  attention", "  head", "  other", "bytes read", "cache hit rate")
+_NATIVE_ROWS = ("  disk wait", "  expert products", "  attention", "  head", "  other", "bytes read", "cache hit rate", "read ahead")
 
 _ROWS: tuple[tuple[str, Callable[[ScopeStats], str]], ...] = (
     ("tokens", lambda s: f"{s.positions} in {s.steps} steps"),
@@ -154,6 +160,7 @@ _ROWS: tuple[tuple[str, Callable[[ScopeStats], str]], ...] = (
     ("  other", _seconds("other")),
     ("bytes read", lambda s: f"{_gigabytes(s.bytes_read)} GB"),
     ("cache hit rate", lambda s: f"{s.hit_rate:.1%}" if s.cache_hits + s.cache_misses else "–"),
+    ("read ahead", lambda s: _read_ahead(s) if s.foreseeable_experts else "–"),
     ("experts per layer step", lambda s: f"{_of_layer_steps(s.kept_experts, s)} of {_of_layer_steps(s.union_experts, s)}"),
     ("dropped experts", lambda s: str(s.dropped_experts)),
     ("emptied positions", lambda s: str(s.emptied_positions)),

@@ -48,7 +48,9 @@ struct StoreOptions {
     std::vector<std::vector<int32_t>> pinned;        // [MoE layer], or empty: kept from their first use on, in slots of their own
     int64_t cache_experts = 1;                       // slots per layer for the others; more than there are counts as all
     int io_threads = 2;                              // reads in flight
-    bool direct = true;                              // O_DIRECT where the file system allows it
+    bool pipe = true;              // reads run ahead of the caller; false: each begins when its expert is asked for
+    int64_t prefetch_experts = 0;  // slots for announced experts, whatever their layer; 0: nothing is read before its walk
+    bool direct = true;            // O_DIRECT where the file system allows it
     ReaderKind reader = ReaderKind::automatic;
     std::shared_ptr<ReadHooks> hooks;  // null outside tests
 };
@@ -61,6 +63,11 @@ struct StoreCounters {
     uint64_t misses = 0;        // experts handed out that were read for their walk
     uint64_t retries = 0;       // system calls that continued an interrupted or short read
     double wait_seconds = 0;    // time that next() was blocked
+    // Of walks of layers that had been announced:
+    uint64_t foreseen = 0;               // experts of theirs that the announcement named
+    uint64_t foreseeable = 0;            // all experts of theirs
+    uint64_t prefetch_useful_bytes = 0;  // bytes of experts that were read, or begun, before their walk
+    uint64_t prefetch_wasted_bytes = 0;  // bytes of experts that were read and that no walk asked for
 };
 
 // One expert in memory, valid while the lease lives. Its slot cannot be evicted or reused before that.
@@ -106,6 +113,12 @@ class ExpertStore {
         std::unique_ptr<Impl> impl_;
     };
     Walk walk(int layer, std::span<const int32_t> experts);
+
+    // What the next walk of `layer` will probably ask for, likeliest first. Those that are not in memory are read behind the
+    // walk that lives, into slots of their own; nothing of this enters a cache before a walk hands it out. The next walk takes
+    // what it needs of them, and the rest is forgotten; so it is by the next announcement. A read that fails is made again by
+    // the walk.
+    void announce(int layer, std::span<const int32_t> experts);
 
     // These four from any thread.
     bool resident(int layer, int expert) const;

@@ -125,6 +125,10 @@ py::dict counters_of(const PyStore& self) {
     d["misses"] = c.misses;
     d["retries"] = c.retries;
     d["wait_seconds"] = c.wait_seconds;
+    d["foreseen"] = c.foreseen;
+    d["foreseeable"] = c.foreseeable;
+    d["prefetch_useful_bytes"] = c.prefetch_useful_bytes;
+    d["prefetch_wasted_bytes"] = c.prefetch_wasted_bytes;
     return d;
 }
 
@@ -175,10 +179,12 @@ void bind_cache(py::module_& module) {
     py::class_<PyStore>(module, "ExpertStore", "Experts on disk and their cache. Tests only.")
         .def(py::init([](std::vector<std::string> files, const std::vector<std::vector<py::dict>>& experts, int64_t cache_experts,
                          int io_threads, bool direct, const std::optional<std::vector<py::dict>>& faults, bool reverse_completions,
-                         Pinned pinned, const std::string& reader) {
+                         Pinned pinned, const std::string& reader, bool pipe, int64_t prefetch_experts) {
                  StoreOptions options = options_from(std::move(files), experts, cache_experts, io_threads, direct);
                  options.pinned = std::move(pinned);
                  options.reader = reader_named(reader);
+                 options.pipe = pipe;
+                 options.prefetch_experts = prefetch_experts;
                  PyStore self;
                  if (faults || reverse_completions)
                      options.hooks = self.faults = faulty_reads(faults.value_or(std::vector<py::dict>{}), reverse_completions);
@@ -191,12 +197,15 @@ void bind_cache(py::module_& module) {
              }),
              py::arg("files"), py::arg("experts"), py::kw_only(), py::arg("cache_experts") = 1, py::arg("io_threads") = 2,
              py::arg("direct") = true, py::arg("faults") = py::none(), py::arg("reverse_completions") = false,
-             py::arg("pinned") = Pinned{}, py::arg("reader") = "auto")
+             py::arg("pinned") = Pinned{}, py::arg("reader") = "auto", py::arg("pipe") = true, py::arg("prefetch_experts") = 0)
         .def(
             "walk",
             [](const PyStore& self, int layer, const std::vector<int32_t>& ids) {
                 return PyWalk(self, self.store->walk(layer, ids));
             },
+            py::arg("layer"), py::arg("experts"))
+        .def(
+            "announce", [](const PyStore& self, int layer, const std::vector<int32_t>& ids) { self.store->announce(layer, ids); },
             py::arg("layer"), py::arg("experts"))
         .def("resident", [](const PyStore& self, int layer, int expert) { return self.store->resident(layer, expert); })
         .def(

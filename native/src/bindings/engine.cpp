@@ -128,6 +128,9 @@ EngineOptions options_from(const py::dict& d) {
     o.store.io_threads = get<int>(d, "io_threads");
     o.store.direct = get<bool>(d, "direct");
     o.store.reader = reader_named(get<std::string>(d, "reader"));
+    o.store.pinned = get<std::vector<std::vector<int32_t>>>(d, "pinned");
+    o.store.pipe = get<bool>(d, "pipe");
+    o.store.prefetch_experts = get<int64_t>(d, "prefetch_experts");
     if (d.contains("faults")) o.store.hooks = faulty_reads(d["faults"].cast<std::vector<py::dict>>(), false);  // tests only
     o.context = get<int64_t>(d, "context");
     o.threads = get<int>(d, "threads");
@@ -154,6 +157,10 @@ py::dict report_dict(const StepReport& r) {
     d["useful_bytes"] = r.store.useful_bytes;
     d["cache_hits"] = r.store.hits;
     d["cache_misses"] = r.store.misses;
+    d["foreseen_experts"] = r.store.foreseen;
+    d["foreseeable_experts"] = r.store.foreseeable;
+    d["prefetch_useful_bytes"] = r.store.prefetch_useful_bytes;
+    d["prefetch_wasted_bytes"] = r.store.prefetch_wasted_bytes;
     d["avoided_read_bytes_estimate"] = r.avoided_read_bytes_estimate;
     return d;
 }

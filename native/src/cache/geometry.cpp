@@ -39,9 +39,10 @@ void check_expert(const StoredExpert& expert, const StoredExpert& first, const S
     }
 }
 
-void check_domain(const char* option, int64_t value, int64_t largest) {
-    if (value < 1 || value > largest)
-        throw Error("OptionError", "option outside its domain", option, "1 … " + std::to_string(largest), std::to_string(value));
+void check_domain(const char* option, int64_t value, int64_t largest, int64_t least = 1) {
+    if (value < least || value > largest)
+        throw Error("OptionError", "option outside its domain", option, std::to_string(least) + " … " + std::to_string(largest),
+                    std::to_string(value));
 }
 
 void check_pinned(const StoreOptions& options) {
@@ -73,13 +74,15 @@ std::array<uint64_t, 3> repacked_offsets(const StoredExpert& e) {
 Geometry geometry_of(const StoreOptions& options) {
     check_domain("cache_experts", options.cache_experts, int64_t{1} << 20);
     check_domain("io_threads", options.io_threads, 256);
+    check_domain("prefetch_experts", options.prefetch_experts, int64_t{1} << 20, 0);
     if (options.experts.empty()) throw Error("OptionError", "a store needs experts", "experts", "at least one layer", "none");
 
     check_pinned(options);
 
     Geometry g;
     g.spare_slots = options.io_threads + kSparesPastThreads;
-    g.slots = g.spare_slots;
+    g.prefetch_slots = options.prefetch_experts;
+    g.slots = g.spare_slots + g.prefetch_slots;
     uint64_t largest_read = 0;
     for (const auto& layer : options.experts) {
         if (layer.empty()) throw Error("OptionError", "a layer needs experts", "experts", "at least one", "none");
@@ -96,7 +99,8 @@ Geometry geometry_of(const StoreOptions& options) {
     for (const Extent* extent : extents_of(first)) g.expert_file_bytes += extent->nbytes;
     g.slot_bytes = largest_read;
     if (!used_in_place(first)) {
-        g.staging_buffers = options.io_threads;
+        // Announced reads that nobody will take may still hold theirs when a walk begins.
+        g.staging_buffers = options.io_threads * (g.prefetch_slots ? 2 : 1);
         g.staging_bytes = largest_read;
         g.slot_bytes = align_up(repacked_offsets(first)[2] + static_cast<uint64_t>(rows16_bytes(first.down)));
     }

@@ -12,6 +12,7 @@ namespace colibri {
 struct Geometry {
     std::vector<int64_t> slots_per_layer;  // pinned experts' own aside
     int64_t spare_slots = 0;               // experts being read, or read and not yet in a layer's cache
+    int64_t prefetch_slots = 0;            // announced experts that no walk has handed out yet
     int64_t slots = 0;                     // all of them
     uint64_t slot_bytes = 0;               // multiple of 4096
     int64_t staging_buffers = 0;           // row-major bytes on their way into a slot; 0 where every matrix is rows16

@@ -22,11 +22,13 @@ namespace colibri {
 struct StoreCore;
 struct WalkState;
 
-// One expert of a walk, and the read that brings it.
+// One expert of a walk or of an announcement, and the read that brings it.
 struct WalkItem final : ReadCompletion {
     enum class State { hit, pending, loading, ready, failed, done };
 
-    WalkState* walk = nullptr;
+    StoreCore* core = nullptr;
+    WalkState* walk = nullptr;  // null while no walk has asked for it
+    bool announced = false;     // holds one of the slots for announced experts
     const StoredExpert* stored = nullptr;
     int expert = -1;
     State state = State::pending;
@@ -42,15 +44,25 @@ struct WalkItem final : ReadCompletion {
 struct WalkState {
     StoreCore* core = nullptr;
     int layer = -1;
-    std::vector<WalkItem> items;  // never resized: reads point at them
-    size_t handed = 0;            // items before this one are done
-    size_t looked_at = 0;         // items before this one are in memory, being read, or done
-    int64_t ahead = 0;            // misses that hold a slot and are not done
+    std::vector<std::unique_ptr<WalkItem>> items;  // reads point at them
+    size_t handed = 0;                             // items before this one are done
+    size_t asked = 0;                              // items before this one were asked for
+    size_t looked_at = 0;                          // items before this one are in memory, being read, or done
+    int64_t ahead = 0;                             // misses that hold one of the spare slots and are not done
     int64_t loading = 0;
+};
+
+// What a walk to come will probably ask for.
+struct Announcement {
+    int layer = -1;
+    std::vector<int32_t> experts;
+    std::vector<std::unique_ptr<WalkItem>> items;  // those that were not in memory
+    size_t looked_at = 0;
 };
 
 struct StoreCore {
     explicit StoreCore(StoreOptions options);
+    ~StoreCore();
 
     StoreOptions options;
     Geometry geometry;
@@ -66,12 +78,25 @@ struct StoreCore {
     std::vector<LayerCache> layers;
     StoreCounters counters;
     WalkState* live = nullptr;
+    Announcement announced;
+    std::vector<std::unique_ptr<WalkItem>> forsaken;  // announced, being read, and not asked for by the walk that could have
+    int64_t announced_slots = 0;                      // that hold or await an announced expert
+    int64_t announced_loading = 0;                    // of those, being read for no walk
 
     std::unique_ptr<BlockReader> reader;  // last: its threads end before anything they touch
 
-    void check_expert(int layer, int expert) const;  // throws Error("EngineError")
+    void check_expert(int layer, int expert) const;         // throws Error("EngineError")
+    std::unique_ptr<WalkItem> item(int layer, int expert);  // likewise
     // The caller holds the mutex.
     void start_reads();
+    bool start_walk(WalkState& walk);
+    void start_announced();
+    void begin_read(WalkItem& item, int layer);
+    std::unique_ptr<WalkItem> take_announced(WalkState& walk, int expert);
+    void count_foreseen(int layer, std::span<const int32_t> experts);
+    void forsake();
+    void forget_bytes(WalkItem& item);
+    void forget(WalkItem& item);
     void free_slot(Slot* slot);
     bool cache(Slot* slot);
     // Takes the mutex.

@@ -46,64 +46,77 @@ void repack_expert(const StoredExpert& expert, const ReadPlan& plan, const uint8
 }  // namespace
 
 void WalkItem::read_done(int range, const ReadResult& result) noexcept {
-    StoreCore& core = *walk->core;
+    StoreCore& store = *core;
     {
-        const std::lock_guard lock(core.mutex);
-        core.counters.bytes_read += result.transferred;
-        core.counters.retries += result.retries;
+        const std::lock_guard lock(store.mutex);
+        store.counters.bytes_read += result.transferred;
+        store.counters.retries += result.retries;
         if (result.outcome != ReadResult::Outcome::ok && !error)
-            error.emplace(read_error(core, *stored, plan.ranges[static_cast<size_t>(range)], result));
+            error.emplace(read_error(store, *stored, plan.ranges[static_cast<size_t>(range)], result));
         if (--ranges_left) return;
     }
-    // The last range is here: until the state changes below, the item belongs to this thread.
+    // The last range is here: until the state changes below, memory and plan belong to this thread.
     if (!error && staging) repack_expert(*stored, plan, staging, *slot);
 
-    const std::lock_guard lock(core.mutex);
-    if (staging) core.free_staging.push_back(std::exchange(staging, nullptr));
-    --walk->loading;
+    const std::lock_guard lock(store.mutex);
+    if (staging) store.free_staging.push_back(std::exchange(staging, nullptr));
+    --(walk ? walk->loading : store.announced_loading);
+    state = error ? State::failed : State::ready;
     if (error) {
-        core.free_slot(std::exchange(slot, nullptr));
-        --walk->ahead;
-        state = State::failed;
-    } else {
-        core.counters.useful_bytes += core.geometry.expert_file_bytes;
-        state = State::ready;
+        store.free_slot(std::exchange(slot, nullptr));
+        --(announced ? store.announced_slots : walk->ahead);
+    } else if (walk) {
+        store.counters.useful_bytes += store.geometry.expert_file_bytes;
+        if (announced) store.counters.prefetch_useful_bytes += store.geometry.expert_file_bytes;
     }
-    core.start_reads();
-    core.changed.notify_all();
+    store.start_reads();
+    store.changed.notify_all();
+    if (!walk) store.forget(*this);  // may be the end of this item
+}
+
+void StoreCore::begin_read(WalkItem& item, int layer) {
+    const bool in_place = used_in_place(*item.stored);
+    item.plan = plan_reads(*item.stored);
+    item.slot = free_slots.back();
+    free_slots.pop_back();
+    item.slot->layer = layer;
+    item.slot->expert = item.expert;
+    if (in_place) {
+        item.slot->parts = {item.plan.at[0], item.plan.at[2], item.plan.at[4]};
+    } else {
+        item.staging = free_staging.back();
+        free_staging.pop_back();
+        item.slot->parts = repacked_offsets(*item.stored);
+    }
+    item.state = State::loading;
+    item.ranges_left = item.plan.ranges.size();
+    uint8_t* into = in_place ? item.slot->memory : item.staging;
+    for (size_t i = 0; i < item.plan.ranges.size(); ++i) {
+        const ReadRange& r = item.plan.ranges[i];
+        reader->submit({r.file, r.offset, r.length, r.needed, into + r.at, &item, static_cast<int>(i)});
+    }
+}
+
+void StoreCore::start_reads() {
+    if (!live || start_walk(*live)) start_announced();
 }
 
 // Reads start in the order of the walk, and no more of them than there are spare slots: what runs ahead is bounded by that
-// also while the cache is still empty.
-void StoreCore::start_reads() {
-    if (!live) return;
-    WalkState& walk = *live;
-    for (; walk.looked_at < walk.items.size(); ++walk.looked_at) {
-        WalkItem& item = walk.items[walk.looked_at];
+// also while the cache is still empty. True where nothing is left to start.
+bool StoreCore::start_walk(WalkState& walk) {
+    const size_t end = options.pipe ? walk.items.size() : walk.asked;
+    for (; walk.looked_at < end; ++walk.looked_at) {
+        WalkItem& item = *walk.items[walk.looked_at];
         if (item.state != State::pending) continue;
-        const bool in_place = used_in_place(*item.stored);
-        if (walk.ahead == geometry.spare_slots || free_slots.empty() || (!in_place && free_staging.empty())) return;
-        item.slot = free_slots.back();
-        free_slots.pop_back();
-        item.slot->layer = walk.layer;
-        item.slot->expert = item.expert;
-        if (in_place) {
-            item.slot->parts = {item.plan.at[0], item.plan.at[2], item.plan.at[4]};
-        } else {
-            item.staging = free_staging.back();
-            free_staging.pop_back();
-            item.slot->parts = repacked_offsets(*item.stored);
-        }
-        item.state = State::loading;
-        item.ranges_left = item.plan.ranges.size();
+        // Slots for announced experts are never lent: whether they are in use is a matter of timing.
+        const auto announced_free = static_cast<size_t>(geometry.prefetch_slots - announced_slots);
+        if (walk.ahead == geometry.spare_slots || free_slots.size() <= announced_free) return false;
+        if (!used_in_place(*item.stored) && free_staging.empty()) return false;
         ++walk.ahead;
         ++walk.loading;
-        uint8_t* into = in_place ? item.slot->memory : item.staging;
-        for (size_t i = 0; i < item.plan.ranges.size(); ++i) {
-            const ReadRange& r = item.plan.ranges[i];
-            reader->submit({r.file, r.offset, r.length, r.needed, into + r.at, &item, static_cast<int>(i)});
-        }
+        begin_read(item, walk.layer);
     }
+    return walk.looked_at == walk.items.size();
 }
 
 ExpertStore::Walk ExpertStore::walk(int layer, std::span<const int32_t> experts) {
@@ -112,33 +125,31 @@ ExpertStore::Walk ExpertStore::walk(int layer, std::span<const int32_t> experts)
     WalkState& state = impl->state;
     state.core = &core;
     state.layer = layer;
-    state.items = std::vector<WalkItem>(experts.size());
+    state.items.reserve(experts.size());
     if (experts.empty()) core.check_expert(layer, 0);
-    for (size_t i = 0; i < experts.size(); ++i) {
-        core.check_expert(layer, experts[i]);
-        WalkItem& item = state.items[i];
-        item.walk = &state;
-        item.expert = experts[i];
-        item.stored = &core.options.experts[static_cast<size_t>(layer)][static_cast<size_t>(experts[i])];
-    }
+    for (const int32_t expert : experts) state.items.push_back(core.item(layer, expert));
 
     const std::lock_guard lock(core.mutex);
     if (core.live) throw Error("EngineError", "two walks at once", "layer " + std::to_string(layer), "one", "a second");
     std::vector<bool> seen(static_cast<size_t>(core.layers[static_cast<size_t>(layer)].experts()));
-    for (WalkItem& item : state.items) {
-        if (seen[static_cast<size_t>(item.expert)])
+    for (const int32_t expert : experts) {
+        if (seen[static_cast<size_t>(expert)])
             throw Error("EngineError", "a walk names an expert twice", "layer " + std::to_string(layer), "each expert once",
-                        std::to_string(item.expert));
-        seen[static_cast<size_t>(item.expert)] = true;
-        if (!core.layers[static_cast<size_t>(layer)].find(item.expert)) item.plan = plan_reads(*item.stored);
+                        std::to_string(expert));
+        seen[static_cast<size_t>(expert)] = true;
     }
-    for (WalkItem& item : state.items) {
-        Slot* const slot = core.layers[static_cast<size_t>(layer)].find(item.expert);
-        if (!slot) continue;
-        item.state = State::hit;
-        item.slot = slot;
-        ++slot->leases;
+    for (std::unique_ptr<WalkItem>& item : state.items) {
+        item->walk = &state;
+        if (Slot* const slot = core.layers[static_cast<size_t>(layer)].find(item->expert)) {
+            item->state = State::hit;
+            item->slot = slot;
+            ++slot->leases;
+        } else if (std::unique_ptr<WalkItem> taken = core.take_announced(state, item->expert)) {
+            item = std::move(taken);
+        }
     }
+    core.count_foreseen(layer, experts);
+    core.forsake();
     core.live = &state;
     core.start_reads();
     return Walk(std::move(impl));
@@ -154,10 +165,12 @@ ExpertStore::Walk::~Walk() {
     std::unique_lock lock(core.mutex);
     core.live = nullptr;  // nothing new starts
     core.changed.wait(lock, [&] { return walk.loading == 0; });
-    for (WalkItem& item : walk.items) {
-        if (item.state == State::hit) --item.slot->leases;
+    for (const std::unique_ptr<WalkItem>& item : walk.items) {
+        if (item->state == State::hit) --item->slot->leases;
+        if (item->state != State::ready) continue;
         // Whether a read had completed by now is a matter of timing, so what was not handed out is not cached either.
-        if (item.state == State::ready) core.free_slot(item.slot);
+        core.free_slot(item->slot);
+        core.announced_slots -= item->announced;
     }
 }
 
@@ -169,7 +182,9 @@ ExpertLease ExpertStore::Walk::next() {
     if (walk.handed == walk.items.size())
         throw Error("EngineError", "the walk is over", "layer " + std::to_string(walk.layer),
                     std::to_string(walk.items.size()) + " experts", "one more");
-    WalkItem& item = walk.items[walk.handed];
+    WalkItem& item = *walk.items[walk.handed];
+    walk.asked = walk.handed + 1;
+    core.start_reads();
     // Reads start in order, so an expert that waits for a slot now has none to wait for but those that the caller holds.
     if (item.state == State::pending)
         throw Error("EngineError", "every slot is leased",
@@ -188,7 +203,7 @@ ExpertLease ExpertStore::Walk::next() {
         core.layers[static_cast<size_t>(walk.layer)].touch(item.slot);
     } else {
         ++core.counters.misses;
-        --walk.ahead;
+        --(item.announced ? core.announced_slots : walk.ahead);
         ++item.slot->leases;
         core.cache(item.slot);
     }

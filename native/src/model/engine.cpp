@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <optional>
 
 #include "attention.h"
 #include "check_spec.h"
@@ -35,6 +36,10 @@ StoreCounters difference(const StoreCounters& after, const StoreCounters& before
     d.pinned_hits -= before.pinned_hits;
     d.retries -= before.retries;
     d.wait_seconds -= before.wait_seconds;
+    d.foreseen -= before.foreseen;
+    d.foreseeable -= before.foreseeable;
+    d.prefetch_useful_bytes -= before.prefetch_useful_bytes;
+    d.prefetch_wasted_bytes -= before.prefetch_wasted_bytes;
     return d;
 }
 
@@ -120,7 +125,8 @@ struct Engine::Impl {
         hidden.reserve(n * width);
         for (int64_t p = 0; p < n; ++p) embed.row(products.kernels(), tokens[p], hidden.data() + p * width);
         attention_scratch.attended.clear();
-        MoEContext context{products, store.get(), store ? &options.store.experts[0][0] : nullptr, clock, report};
+        MoEContext context{products, store.get(), store ? &options.store.experts[0][0] : nullptr, clock, report, tracing};
+        feed_forward_scratch.ahead_moe_index = -1;
         trace = {};
         for (int64_t layer = 0; layer < model.layers; ++layer) {
             if (interrupted()) return false;
@@ -153,8 +159,13 @@ struct Engine::Impl {
         FeedForward& ffn = feed_forward[layer];
         const bool sparse = ffn.sparse();
         Selection* selection = sparse ? &selections[ffn.moe_index()] : nullptr;
+        std::optional<FeedForward::Next> next;
+        if (options.store.prefetch_experts && layer + 1 < model.layers && model.sparse[layer + 1]) {
+            const FeedForward& after = feed_forward[layer + 1];
+            next = {&after, routing(after.moe_index(), budget_acts)};
+        }
         ffn.step(context, feed_forward_scratch, sparse ? routing(ffn.moe_index(), budget_acts) : RoutingOptions{}, hidden.data(), n,
-                 selection);
+                 selection, next ? &*next : nullptr);
         if (tracing && sparse) {
             const float* logits = feed_forward_scratch.router_logits.data();
             trace.router_logits.emplace_back(logits, logits + n * model.experts);
@@ -209,9 +220,9 @@ MemoryPlan Engine::memory_plan(const ModelSpec& m, const EngineOptions& o) {
     int64_t widest = has_experts ? std::max(m.width, m.expert_hidden) : m.width;
     for (const auto& [role, stored] : m.tensors)
         if (resident_form(role) == Resident::rows16) widest = std::max(widest, stored.cols);
-    plan.fixed_bytes = Rope::memory_bytes(m.attention.rope, o.context) +
-                       o.threads * Attention::scratch_floats_per_thread(m, o.context) * 4 +
-                       (o.quantised_activations ? 0 : o.threads * kRowBlock * widest * 4);
+    plan.fixed_bytes =
+        Rope::memory_bytes(m.attention.rope, o.context) + o.threads * Attention::scratch_floats_per_thread(m, o.context) * 4 +
+        (has_experts ? FeedForward::scratch_floats(m) * 4 : 0) + (o.quantised_activations ? 0 : o.threads * kRowBlock * widest * 4);
     return plan;
 }
 

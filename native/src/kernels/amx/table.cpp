@@ -21,6 +21,7 @@ const Kernels table = {
     .rms_norm = avx512::rms_norm,
     .layer_norm = avx512::layer_norm,
     .softmax = avx512::softmax,
+    .xor_words = avx512::xor_words,
     .silu_mul = avx512::silu_mul,
 };
 
