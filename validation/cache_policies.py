@@ -4,8 +4,9 @@
     python validation/cache_policies.py --trace FILE.npz...
 
 Records what the model that ships routes while it decodes (its own answers, and the texts given, token by token), draws traces of a
-larger model, and simulates every policy on each at several sizes. Exit status 1 where a simulation contradicts itself: a policy with more
-hits than the optimum, or a simulated LRU that differs from what the engine counted while the trace was recorded.
+larger model, and simulates every policy on each at several sizes; the engine's two also on steps of several positions. Exit status 1 where
+a simulation contradicts itself: a policy with more hits than the optimum, or one of the engine's with other hits than the engine counted
+while the trace was recorded.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import functools
 import json
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import click
-from cache_simulation import LRU, POLICIES, Cache, belady, simulate
-from cache_svg import draw
+import numpy as np
+from cache_simulation import DEFAULT, POLICIES, Cache, belady, grouped, hits_of_steps, simulate
 from cache_traces import DRAWN, Trace, answers, documents, record, texts
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
 
 import colibri_jax
+from colibri_jax.plots import Panel, check_plot, draw
 from colibri_jax.tokenizer import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +37,13 @@ RECORD = ROOT / "validation" / "records" / "cache_policies.md"
 SLOTS = (1, 2, 4, 8, 16, 32)
 WARMUP = 4  # a quarter of each trace
 RECORDING_SLOTS = 4
+# Steps of so many positions, by turns; of which of them hits are counted.
+SEVERAL: dict[str, tuple[tuple[int, ...], Callable[[int], bool]]] = {
+    "verification of 4": ((4,), lambda positions: True),
+    "prefill of 64, 192 decoded": ((64, *[1] * 192), lambda positions: True),
+    "of that, the 192 decoded": ((64, *[1] * 192), lambda positions: positions == 1),
+}
+SEVERAL_SLOTS = (2, 8, 32)
 OPTIMUM, POOL = "optimum (Belady)", "one pool: "
 # A policy replaces LRU as the default if it gains this many points in most cells and loses more than the other in none.
 GAIN, LOSS = 2.0, 1.0
@@ -49,6 +58,8 @@ class Study:
 
     traces: list[Trace] = dataclasses.field(default_factory=list)
     rates: dict[str, Rates] = dataclasses.field(default_factory=dict)
+    several: dict[tuple[str, str], Rates] = dataclasses.field(default_factory=dict)
+    """By trace and name in SEVERAL; rates of LRU and DEFAULT, one for each of SEVERAL_SLOTS."""
     failures: list[str] = dataclasses.field(default_factory=list)
 
     def gains(self, policy: str, over: str = "LRU") -> list[float]:
@@ -80,20 +91,21 @@ class Study:
 
 
 def recorded(model: Path, files: Sequence[Path], steps: int, study: Study, progress: Progress) -> Iterator[Trace]:
-    """Traces of the model: its answers, and the texts if there are any. What the engine counted must be what LRU gives in simulation."""
+    """Traces of the model: its answers, and the texts if there are any. The engine must count what its policy gives in simulation."""
     tokenizer = ChatTokenizer.from_directory(model)
     kinds = {"answers": f"recorded: {model.name} decoding its own answers, sampled"}
     if files:
         kinds["text"] = f"recorded: {model.name} decoding {', '.join(file.name for file in files)}"
     for name, source in kinds.items():
         task = progress.add_task(f"recording {name}", total=steps)
-        lm = colibri_jax.load(model, backend="native", cache_experts=RECORDING_SLOTS, threads=1)
+        engines, simulated = ("step_lfu", DEFAULT) if name == "answers" else ("lru", "LRU")
+        lm = colibri_jax.load(model, backend="native", cache_experts=RECORDING_SLOTS, cache_policy=engines, threads=1)
         pieces = answers(lm, tokenizer) if name == "answers" else texts(lm, documents(files, tokenizer))
         trace = record(name, source, lm, steps, pieces, functools.partial(progress.advance, task))
         counted = lm.stats.scopes["decode"].cache_hits
-        simulated = simulate(LRU, trace.used.tolist(), trace.experts, RECORDING_SLOTS, 0)
-        if counted != simulated:
-            study.failures.append(f"{name}: the engine counted {counted} hits, LRU in simulation {simulated}")
+        hits = simulate(POLICIES[simulated], trace.used.tolist(), trace.experts, RECORDING_SLOTS, 0)
+        if counted != hits:
+            study.failures.append(f"{name}: the engine counted {counted} hits with {engines}, {simulated} has {hits} in simulation")
         yield trace
 
 
@@ -123,14 +135,28 @@ def measure(trace: Trace, study: Study, policies: dict[str, type[Cache]], progre
     rates[prefix + OPTIMUM] = optimum
 
 
+def measure_several(trace: Trace, study: Study) -> None:
+    """The engine's policies where several of the trace's positions make a step."""
+    for name, (pattern, counts) in SEVERAL.items():
+        steps, positions = grouped(trace.used.tolist(), pattern)
+        counted = [at for at, n in enumerate(positions) if counts(n) and sum(positions[: at + 1]) > len(trace.used) // WARMUP]
+        handed_out = sum(len(experts) for at in counted for experts in steps[at])
+        rates = study.several.setdefault((trace.name, name), {})
+        for policy in ("LRU", DEFAULT):
+            by_slots = [hits_of_steps(POLICIES[policy], steps, trace.experts, slots, positions) for slots in SEVERAL_SLOTS]
+            rates[policy] = [100 * sum(hits[at] for at in counted) / handed_out for hits in by_slots]
+
+
 def run(traces: Sequence[Trace], study: Study, progress: Progress) -> None:
-    """All policies per layer; then LRU and the best other one in one pool."""
+    """All policies per layer; then LRU and the best other one in one pool; then steps of several positions on what was recorded."""
     study.traces = list(traces)
     for trace in traces:
         measure(trace, study, POLICIES, progress)
     pooled = {name: POLICIES[name] for name in ("LRU", study.best)}
     for trace in traces:
         measure(trace, study, pooled, progress, shared=True)
+    for trace in study.part("recorded").traces:
+        measure_several(trace, study)
 
 
 # ---- what it says --------------------------------------------------------------------------------------------------
@@ -164,6 +190,7 @@ def findings(study: Study) -> list[str]:
             for kind, part in ((kind, study.part(kind)) for kind in ("recorded", "drawn"))
             if part.rates
         ),
+        f"The engine's default is {DEFAULT} (`--cache-policy step_lfu`), in slots per layer; `lru` is LRU.",
         f"**One pool for all layers** changes LRU by {_list(_per_slots(study, POOL + 'LRU', 'LRU'))} points at as many slots in all, and "
         f"{best} by {_list(_per_slots(study, POOL + best, best))}.",
     ]
@@ -179,15 +206,17 @@ def report(study: Study, command: str) -> str:
         f"`{command}`; Python {platform.python_version()}. Hit rates are counts, so the machine does not matter.",
         "",
         "Hits in percent of experts handed out, each once per step and layer, one token a step, the first quarter of each trace left out. "
-        "Slots are per layer; one pool has as many in all. *LFU*: least used goes first, a use counting half after so many steps. *Step, "
-        "then LFU*: experts of the newest step stay before all others; with as many slots as a step uses that is LRU. With both, an expert "
-        "that would be the first to go does not enter. *Step, then LFU* was devised after a first look at such traces, so what it gains "
-        "here was not predicted. *Optimum*: knows the future; of residents and newcomers the next used stay, and none of them has to.",
+        "Of a step's experts those in memory are handed out first, as the engine does. Slots are per layer; one pool has as many in all. "
+        "*LFU*: least used goes first, a use counting half after so many steps. *Step, then LFU*: experts of the newest step stay before "
+        "all others; with as many slots as a step uses that is LRU. With both, an expert that would be the first to go does not enter. "
+        "*Step, then LFU* was devised after a first look at such traces, so what it gains here was not predicted. *Optimum*: knows the "
+        "future; of residents and newcomers the next used stay, and none of them has to.",
         "",
         *(f"* {sentence}" for sentence in findings(study)),
         "",
         "![Hit rate over slots](cache_policies.svg)",
         "",
+        *several(study),
         "## Points over LRU, all traces",
         "",
         f"| policy | mean | worst | cells of {len(study.rates) * len(SLOTS)} with {GAIN:g} or more | with {LOSS:g} or more lost |",
@@ -214,10 +243,40 @@ def report(study: Study, command: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def plot(study: Study) -> str:
-    """LRU, the best policy and the optimum over slots, as SVG."""
-    names = ("LRU", study.best, OPTIMUM)
-    return draw({trace: {name: rates[name] for name in names} for trace, rates in study.rates.items()}, SLOTS)
+def several(study: Study) -> list[str]:
+    """A table of steps of several positions, and where the default is worst."""
+    if not study.several:
+        return []
+    worst = min(a - b for rates in study.several.values() for a, b in zip(rates[DEFAULT], rates["LRU"], strict=True))
+    lines = [
+        "## Steps of several positions",
+        "",
+        f"Consecutive positions of the recorded traces taken together: each of a step's experts once. LRU → {DEFAULT}, which is at worst "
+        f"{worst:+.1f} points from LRU here.",
+        "",
+        f"| steps | trace | {' | '.join(f'{slots} slots' for slots in SEVERAL_SLOTS)} |",
+        f"|---|---|{'---|' * len(SEVERAL_SLOTS)}",
+    ]
+    for (trace, name), rates in sorted(study.several.items(), key=lambda item: list(SEVERAL).index(item[0][1])):
+        cells = (f"{lru:.1f} → {default:.1f}" for lru, default in zip(rates["LRU"], rates[DEFAULT], strict=True))
+        lines.append(f"| {name} | {trace} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def plot(path: Path, study: Study) -> None:
+    """LRU, the best policy and the optimum over slots, mean over the traces of either kind."""
+    parts = {kind: study.part(kind).rates.values() for kind in ("recorded", "drawn")}
+    panels = [
+        Panel(
+            f"slots per layer ({kind} traces)",
+            "hits, percent of experts handed out",
+            list(map(str, SLOTS)),
+            {name: np.mean([rates[name] for rates in part], axis=0).tolist() for name in ("LRU", study.best, OPTIMUM)},
+        )
+        for kind, part in parts.items()
+        if part
+    ]
+    draw(path, "Which experts to keep", panels)
 
 
 @click.command()
@@ -246,6 +305,8 @@ def main(
 ) -> None:
     """Simulate cache policies on recorded and drawn routing; exit 1 where a simulation contradicts itself or the engine."""
     study = Study()
+    if write:
+        check_plot(RECORD.with_suffix(".svg"))
     with Progress(console=Console(stderr=True)) as progress:
         if given:
             traces = [Trace.open(path) for path in given]
@@ -258,7 +319,7 @@ def main(
     text = report(study, " ".join(["python validation/cache_policies.py", *sys.argv[1:]]))
     if write:
         RECORD.write_text(text, encoding="utf8")
-        RECORD.with_suffix(".svg").write_text(plot(study), encoding="utf8")
+        plot(RECORD.with_suffix(".svg"), study)
     if as_json:
         described = [{"name": t.name, "source": t.source, "repeats": t.repeats, "top_share": t.top_share} for t in study.traces]
         best = {"best": study.best, "replaces_lru": study.replaces_lru}

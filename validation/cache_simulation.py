@@ -1,12 +1,14 @@
 """Cache policies for experts, simulated on traces of what was routed: which step would have found how many experts in memory.
 
-A simulated cache is walked as the native expert store is: the experts of one layer in one step, ascending, each once. Those that are in
-memory when the walk begins are its hits and stay until they are handed out; a policy says what happens to the others. Every expert that is
-handed out passes through memory, so keeping none of a step's experts is always possible (paging with bypass).
+A simulated cache is walked as the engine walks the expert store: the experts of one layer in one step, each once, residents first where the
+step has few positions. Those that are in memory when the walk begins are its hits and stay until they are handed out; a policy says what
+happens to the others. Every expert that is handed out passes through memory, so keeping none of a step's experts is always possible (paging
+with bypass).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -16,6 +18,8 @@ import numpy as np
 
 Steps = Sequence[Sequence[Sequence[int]]]
 """[step][layer]: experts used there, ascending."""
+
+MOST_OUT_OF_ORDER = 16  # positions of a step whose experts the engine may take in another order than ascending
 
 UNIT = 1 << 30  # a running mean of 1; sums of a few fit in 64 bits anywhere
 MOST_USES = 3  # S3-FIFO counts in two bits
@@ -28,8 +32,12 @@ class Cache(ABC):
         """Args: slots; how many layers share them; experts of a layer."""
         self.capacity, self.layers, self.experts = capacity, layers, experts
 
+    def step(self, layer: int, keys: Sequence[int], positions: int = 1) -> int:
+        """One layer's part of one step, in the engine's order; the number of hits. `keys` ascend."""
+        return self.walk(layer, keys if positions > MOST_OUT_OF_ORDER else sorted(keys, key=lambda key: not self.holds(key)))
+
     def walk(self, layer: int, keys: Sequence[int]) -> int:
-        """One layer's part of one step; the number of hits."""
+        """Hand out keys in this order; the number of hits."""
         self.tick(layer)
         promised = {key for key in keys if self.holds(key)}
         hits = len(promised)
@@ -61,7 +69,7 @@ class Cache(ABC):
 
 
 class LRU(Cache):
-    """Least recently handed out goes first: what the engine does."""
+    """Least recently handed out goes first: the engine's `lru`."""
 
     def __init__(self, capacity: int, layers: int, experts: int) -> None:
         super().__init__(capacity, layers, experts)
@@ -69,6 +77,10 @@ class LRU(Cache):
 
     def residents(self) -> Collection[int]:
         return self.order
+
+    def by_rank(self) -> list[int]:
+        """Residents in the order in which they would go."""
+        return list(self.order)
 
     def hit(self, key: int) -> None:
         self.order.move_to_end(key)
@@ -117,6 +129,9 @@ class DecayedLFU(LRU):
         for mean, shift in zip(self.means[layer], self.shifts or (0,), strict=True):
             mean[used] += UNIT >> shift
         return hits
+
+    def by_rank(self) -> list[int]:
+        return sorted(self.order, key=self.scores.__getitem__)
 
     def hit(self, key: int) -> None:
         self.scores[key] += self.gain
@@ -246,6 +261,23 @@ POLICIES: dict[str, type[Cache]] = {
     "SLRU": SLRU,
     "S3-FIFO": S3FIFO,
 }
+DEFAULT = "step, then LFU 22"
+"""The engine's `step_lfu`."""
+
+
+def grouped(steps: Steps, pattern: Sequence[int]) -> tuple[Steps, list[int]]:
+    """Consecutive steps of one position taken together, so many at a time by turns: what each uses, and its positions."""
+    taken: list[list[list[int]]] = []
+    positions: list[int] = []
+    at = 0
+    for size in itertools.cycle(pattern):
+        if at + size > len(steps):
+            return taken, positions
+        together = steps[at : at + size]
+        taken.append([sorted({expert for step in together for expert in step[layer]}) for layer in range(len(steps[0]))])
+        positions.append(size)
+        at += size
+    raise AssertionError("a cycle ends")
 
 
 def walks(steps: Steps, experts: int) -> Iterable[tuple[int, int, list[int]]]:
@@ -256,18 +288,17 @@ def walks(steps: Steps, experts: int) -> Iterable[tuple[int, int, list[int]]]:
 
 
 def simulate(policy: Callable[[int, int, int], Cache], steps: Steps, experts: int, slots: int, warmup: int, *, shared: bool = False) -> int:
-    """Hits of all layers in the steps from `warmup` on. `slots` per layer: each layer's own, or all of them in one pool."""
-    layers = len(steps[0])
+    """Hits of all layers in the steps of one position from `warmup` on. `slots` per layer: each its own, or all of them in one pool."""
     if shared:
-        pool = policy(slots * layers, layers, experts)
-        return sum(hits for at, hits in ((at, pool.walk(layer, keys)) for at, layer, keys in walks(steps, experts)) if at >= warmup)
-    total = 0
-    for layer in range(layers):
-        own = policy(slots, 1, experts)
-        for at, step in enumerate(steps):
-            hits = own.walk(0, step[layer])
-            total += hits if at >= warmup else 0
-    return total
+        pool = policy(slots * len(steps[0]), len(steps[0]), experts)
+        return sum(hits for at, hits in ((at, pool.step(layer, keys)) for at, layer, keys in walks(steps, experts)) if at >= warmup)
+    return sum(hits_of_steps(policy, steps, experts, slots, [1] * len(steps))[warmup:])
+
+
+def hits_of_steps(policy: Callable[[int, int, int], Cache], steps: Steps, experts: int, slots: int, positions: Sequence[int]) -> list[int]:
+    """Hits of all layers in every step, of so many positions; each layer has slots of its own."""
+    caches = [policy(slots, 1, experts) for _ in steps[0]]
+    return [sum(own.step(0, keys, n) for own, keys in zip(caches, step, strict=True)) for step, n in zip(steps, positions, strict=True)]
 
 
 def belady(steps: Steps, experts: int, slots: int, warmup: int, *, shared: bool = False) -> int:

@@ -166,8 +166,8 @@ def engine_options(command: Command) -> Command:
             click.option(
                 "--cache-policy",
                 type=click.Choice(["step_lfu", "lru"]),
-                help="Which expert leaves a full cache: by use, of late above all, never one of the newest step before others; or the least "
-                "recently used. step_lfu, the first, if not given.",
+                help="Which experts a full cache keeps: those of the newest step, then the most used of late (step_lfu, the default), "
+                "or the most recently used.",
             ),
             click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine; its own choice if not given."),
             click.option("--io-threads", type=click.IntRange(min=1), help="Experts being read at a time; 2 if not given."),
