@@ -1,9 +1,10 @@
 // Slots, and the experts of one layer that are in memory, by rank. No locks: the store's mutex guards all of it.
 //
-// What goes first where a full cache takes in an expert follows from the layer's walks and hand-outs alone, in integers:
+// What goes first where a full cache takes in an expert follows from the order of the layer's walks, hand-outs
+// and releases alone, in integers:
 //
 // * A step is a walk of the layer, of whatever length: also one that names no expert, hands out none or ends early. A use is
-//   a hand-out; an expert that a walk names and does not hand out is not used in it.
+//   a hand-out, one for however many positions; an expert that a walk names and does not hand out is not used in it.
 // * Every expert has a running mean of its use, whether it is in memory or not. It begins at 0; where a walk begins, the
 //   layer's means all lose 1/32, rounded down; a use adds 2^30 / 32.
 // * step_lfu: experts used in the layer's newest walk rank above all others; among either, the larger mean does. lru: all rank
