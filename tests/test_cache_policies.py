@@ -32,7 +32,7 @@ def random_steps(seed: int, steps: int, layers: int = LAYERS, experts: int = EXP
     weights = 1.0 / np.arange(1, experts + 1)
     weights /= weights.sum()
     return [
-        [sorted(rng.choice(experts, rng.integers(1, 5), replace=False, p=weights).tolist()) for _ in range(layers)] for _ in range(steps)
+        [sorted(rng.choice(experts, rng.integers(0, 5), replace=False, p=weights).tolist()) for _ in range(layers)] for _ in range(steps)
     ]
 
 
@@ -123,6 +123,11 @@ class AnotherHalfLife(cs.decayed(0, 6)):  # type: ignore[misc]
     pass
 
 
+class EmptyWalksAreNoSteps(cs.decayed(0, 5)):  # type: ignore[misc]
+    def walk(self, layer: int, keys: Sequence[int]) -> int:
+        return super().walk(layer, keys) if keys else 0
+
+
 class NothingIsForgotten(cs.decayed(0, 5)):  # type: ignore[misc]
     def tick(self, layer: int) -> None:
         self.means[layer, 0] = 0
@@ -142,11 +147,14 @@ class MostRecentEqualGoes(cs.decayed(0, 5)):  # type: ignore[misc]
         return next((key for key in self.by_rank() if key not in promised), None)
 
 
+STEP_LFU_FAULTS = (NoStepIsNewest, AnotherHalfLife, EmptyWalksAreNoSteps, NothingIsForgotten, OthersAlwaysEnter, MostRecentEqualGoes)
+
+
 @pytest.mark.parametrize(
     ("policy", "engines"),
     [
         *((policy, "lru") for policy in (HitsDoNotMove, PromisesAreBroken, NewestGoes)),
-        *((p, "step_lfu") for p in (NoStepIsNewest, AnotherHalfLife, NothingIsForgotten, OthersAlwaysEnter, MostRecentEqualGoes)),
+        *((policy, "step_lfu") for policy in STEP_LFU_FAULTS),
         (ENGINES["lru"], "step_lfu"),
         (ENGINES["step_lfu"], "lru"),
     ],
