@@ -112,6 +112,10 @@ class NonFiniteWeightError(ContainerError):
     """A weight or a scale is NaN or infinite."""
 
 
+class ScaleRangeError(ContainerError):
+    """A scale does not fit the width that a format stores it in."""
+
+
 class UnknownFormatError(ContainerError):
     """A format tag, version or byte count matches no known weight format."""
 

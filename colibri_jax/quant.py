@@ -6,8 +6,8 @@ Two layouts exist:
   bytes; int8 is signed. Scales are a tensor of their own.
 * `rows16`: 16 rows interleaved, scales inside. A row block is 16 rows (missing rows are zero weights with scale 0), a
   group is `group_size` inputs (missing inputs are zero weights).
-  int4: per row block, per group: group_size / 8 vectors of 64 bytes, then 16 float32 scales. In a vector, bytes 4r … 4r + 3
-  belong to row r; byte k holds input 8t + k in its low nibble and 8t + 4 + k in its high one (t = vector), as q + 8.
+  int4: per row block, per group: group_size / 8 vectors of 64 bytes, then 16 scales, float32 or float16. In a vector, bytes
+  4r … 4r + 3 belong to row r; byte k holds input 8t + k in its low nibble and 8t + 4 + k in its high one (t = vector), as q + 8.
   int8: per row block: 16 float32 scales, then per group of 64 inputs 16 vectors of 64 bytes; byte k of row r is input
   4t + k as q + 128.
   So the lanes of a vector register are rows: a row's groups are summed in order and nothing is summed across lanes.
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from colibri_jax.errors import ShapeError, UnknownFormatError
+from colibri_jax.errors import ScaleRangeError, ShapeError, UnknownFormatError
 
 Int8Array = npt.NDArray[np.int8]
 Float32Array = npt.NDArray[np.float32]
@@ -37,15 +37,18 @@ INT8_MAX = 127
 SCALE_FLOOR = 1e-8
 
 Layout = Literal["row_major", "rows16"]
+ScaleType = Literal["f32", "f16"]
+SCALE_DTYPES: dict[ScaleType, np.dtype[Any]] = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2")}
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """How a matrix lies in a file. `group_size` 0 means one scale per row."""
+    """How a matrix lies in a file. `group_size` 0 means one scale per row; `scales` "f16" exists for interleaved int4 only."""
 
     bits: Literal[4, 8, 32]
     group_size: int = 0
     layout: Layout = "row_major"
+    scales: ScaleType = "f32"
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8, 32):
@@ -60,14 +63,18 @@ class WeightFormat:
             raise UnknownFormatError(
                 "format has no interleaved layout", where=self.tag, expected="int4 groups or int8 rows", got=self.layout
             )
+        if self.scales != "f32" and (self.scales != "f16" or self.bits != 4 or self.layout != "rows16"):
+            expected = "f32, or f16 with int4 in rows16"
+            raise UnknownFormatError("format has no such scales", where=self.tag, expected=expected, got=self.scales)
 
     @property
     def tag(self) -> str:
-        """The name in a container's metadata, e.g. `int4_g64_rows16`."""
+        """The name in a container's metadata, e.g. `int4_g64_rows16` or `int4_g64_rows16_f16`."""
         if self.bits == 32:
             return "f32"
         scales = f"g{self.group_size}" if self.group_size else "rows"
-        return f"int{self.bits}_{scales}" + ("_rows16" if self.layout == "rows16" else "")
+        layout = "_rows16" if self.layout == "rows16" else ""
+        return f"int{self.bits}_{scales}{layout}" + ("" if self.scales == "f32" else f"_{self.scales}")
 
     @classmethod
     def from_tag(cls, tag: str) -> WeightFormat:
@@ -78,15 +85,21 @@ class WeightFormat:
         """
         if tag == "f32":
             return cls(32)
-        match = re.fullmatch(r"int([48])_(?:rows|g([1-9][0-9]{0,3}))(_rows16)?", tag)
+        match = re.fullmatch(r"int([48])_(?:rows|g([1-9][0-9]{0,3}))(_rows16)?(_f16)?", tag)
         if match is None:
             raise UnknownFormatError(
                 "unknown format tag",
                 where="container metadata",
-                expected="f32, int8_rows, int4_rows or int4_g<N>, perhaps _rows16",
+                expected="f32, int8_rows, int4_rows or int4_g<N>, perhaps _rows16, and then perhaps _f16",
                 got=tag,
             )
-        return cls(8 if match[1] == "8" else 4, int(match[2] or 0), "rows16" if match[3] else "row_major")
+        layout: Layout = "rows16" if match[3] else "row_major"
+        return cls(8 if match[1] == "8" else 4, int(match[2] or 0), layout, "f16" if match[4] else "f32")
+
+    @property
+    def scale_dtype(self) -> np.dtype[Any]:
+        """Of a scale in the file."""
+        return SCALE_DTYPES[self.scales]
 
     def groups(self, cols: int) -> int:
         """Activation groups along an input of `cols` elements."""
@@ -98,10 +111,19 @@ class WeightFormat:
             return 4 * rows * cols
         if self.layout == "row_major":
             return rows * (cols if self.bits == 8 else -(-cols // 2))
-        blocks, groups = -(-rows // ROW_BLOCK), self.groups(cols)
+        record, _ = self.rows16_record(cols)
+        return -(-rows // ROW_BLOCK) * (self.groups(cols) if self.bits == 4 else 1) * record
+
+    def rows16_record(self, cols: int) -> tuple[int, slice]:
+        """Bytes of a rows16 record, the part of a matrix that holds 16 scales, and where in it they lie.
+
+        int4: one row block's part of a group, its scales last. int8: a whole row block of `cols` inputs, its scales first.
+        """
+        scales = ROW_BLOCK * self.scale_dtype.itemsize
         if self.bits == 8:
-            return blocks * (4 * ROW_BLOCK + groups * ROW_BLOCK * ACTIVATION_GROUP_SIZE)
-        return blocks * groups * (ROW_BLOCK * self.group_size // 2 + 4 * ROW_BLOCK)
+            return scales + self.groups(cols) * ROW_BLOCK * ACTIVATION_GROUP_SIZE, slice(0, scales)
+        weights = ROW_BLOCK * self.group_size // 2
+        return weights + scales, slice(weights, weights + scales)
 
     def scale_count(self, rows: int, cols: int) -> int:
         """float32 values in the scale tensor beside the weights; 0 where there is none."""
@@ -144,9 +166,20 @@ class QuantizedMatrix:
         return self.q.astype(np.float32) * np.repeat(self.scales, self.group_size, axis=1)[:, : self.q.shape[1]]
 
 
-def quantize_int4(weights: Float32Array, group_size: int = DEFAULT_GROUP_SIZE) -> QuantizedMatrix:
-    """Symmetric int4 with one scale per group (0: per row): scale = max|w| / 7, at least 1e-8; ties to even."""
-    return _quantize(weights, group_size, 4, INT4_MAX, -INT4_MAX - 1)
+def quantize_int4(weights: Float32Array, group_size: int = DEFAULT_GROUP_SIZE, scales: ScaleType = "f32") -> QuantizedMatrix:
+    """Symmetric int4 with one scale per group (0: per row): scale = max|w| / 7, at least 1e-8; ties to even.
+
+    With "f16" scales are the smallest positive float16 values that are no smaller than that, and q is made with them. Rounded up,
+    because then no |w| exceeds seven of them: q lies in -7 … 7 without clipping, and no weight is off by more than half a scale, which
+    is what float32 scales promise. The scale grows by at most a factor 1 + 2^-10, or, where it is subnormal (groups
+    without a weight above 7 · 2^-14), by at most 2^-24: no weight loses more than 2^-25 to it. Rounded to the nearest, a
+    subnormal scale could be a third too small, and the largest weights of its group would be clipped; raised to the smallest
+    normal value instead, 2^-14, it would cost every small group up to 2^-15. Kernels convert subnormals exactly too.
+
+    Raises:
+        ScaleRangeError: a scale is above 65504, the largest float16; `where` names row and group.
+    """
+    return _quantize(weights, group_size, 4, INT4_MAX, -INT4_MAX - 1, scales)
 
 
 def quantize_int8(weights: Float32Array) -> QuantizedMatrix:
@@ -156,13 +189,20 @@ def quantize_int8(weights: Float32Array) -> QuantizedMatrix:
 
 def quantize(weights: Float32Array, fmt: WeightFormat) -> QuantizedMatrix:
     """int4 or int8 with the scales that a format has; `fmt.bits` is not 32."""
-    return quantize_int4(weights, fmt.group_size) if fmt.bits == 4 else quantize_int8(weights)
+    return quantize_int4(weights, fmt.group_size, fmt.scales) if fmt.bits == 4 else quantize_int8(weights)
 
 
-def pack(matrix: QuantizedMatrix, layout: Layout) -> tuple[ByteArray, Float32Array | None]:
-    """Bytes of a matrix in a layout, and the separate scale tensor where the layout has one (flat, row-major)."""
+def pack(matrix: QuantizedMatrix, layout: Layout, scales: ScaleType = "f32") -> tuple[ByteArray, Float32Array | None]:
+    """Bytes of a matrix in a layout, and the separate scale tensor where the layout has one (flat, row-major).
+
+    Raises:
+        ScaleRangeError: `scales` is "f16" and one of them is not a float16 value; nothing is rounded here.
+        UnknownFormatError: there is no such format.
+    """
+    if scales == "f16" and (layout != "rows16" or matrix.bits != 4):
+        raise UnknownFormatError("format has no such scales", where=f"int{matrix.bits}, {layout}", expected="f32", got=scales)
     if layout == "rows16":
-        return (_pack_rows16_int4(matrix) if matrix.bits == 4 else _pack_rows16_int8(matrix)), None
+        return (_pack_rows16_int4(matrix, scales) if matrix.bits == 4 else _pack_rows16_int8(matrix)), None
     if matrix.bits == 8:
         return matrix.q.view(np.uint8).reshape(-1), matrix.scales.reshape(-1)
     nibbles = _pad_cols((matrix.q + 8).astype(np.uint8), 2, 8)
@@ -211,13 +251,47 @@ def interleavable(matrix: QuantizedMatrix) -> QuantizedMatrix:
     return QuantizedMatrix(matrix.q, np.repeat(matrix.scales, groups, axis=1), ACTIVATION_GROUP_SIZE, 4)
 
 
-def _quantize(weights: Float32Array, group_size: int, bits: Literal[4, 8], largest: int, smallest: int) -> QuantizedMatrix:
+def _quantize(
+    weights: Float32Array, group_size: int, bits: Literal[4, 8], largest: int, smallest: int, scale_type: ScaleType = "f32"
+) -> QuantizedMatrix:
     rows, cols = weights.shape
     size = group_size or cols
     grouped = _pad_cols(weights.astype(np.float32), size, 0).reshape(rows, -1, size)
     scales = np.maximum(np.abs(grouped).max(axis=2) / np.float32(largest), np.float32(SCALE_FLOOR)).astype(np.float32)
+    if scale_type == "f16":
+        scales = _up_to_float16(scales)
     q = np.clip(np.rint(grouped / scales[:, :, None]), smallest, largest).astype(np.int8)
     return QuantizedMatrix(np.ascontiguousarray(q.reshape(rows, -1)[:, :cols]), scales, group_size, bits)
+
+
+def _up_to_float16(scales: Float32Array) -> Float32Array:
+    """The smallest float16 values that are no smaller; scales are positive."""
+    largest = np.finfo(np.float16).max
+    if (scales > largest).any():
+        row, group = np.argwhere(scales > largest)[0].tolist()
+        raise ScaleRangeError(
+            "scale is too large for float16",
+            where=f"row {row}, group {group}",
+            expected=f"at most {largest}",
+            got=scales[row, group],
+        )
+    nearest = scales.astype(np.float16)
+    # Patterns of positive floats follow each other in the order of their values.
+    return (nearest.view(np.uint16) + (nearest < scales)).view(np.float16).astype(np.float32)
+
+
+def _stored_scales(scales: Float32Array, scale_type: ScaleType) -> npt.NDArray[Any]:
+    if scale_type == "f32":
+        return scales
+    with np.errstate(over="ignore"):
+        stored = scales.astype(SCALE_DTYPES[scale_type])
+    lossy = stored != scales
+    if lossy.any():
+        row, group = np.argwhere(lossy)[0].tolist()
+        raise ScaleRangeError(
+            "scale is not a float16 value", where=f"row {row}, group {group}", expected=stored[row, group], got=scales[row, group]
+        )
+    return stored
 
 
 def _pad_cols(array: npt.NDArray[Any], multiple: int, value: int) -> npt.NDArray[Any]:
@@ -230,25 +304,26 @@ def _pad_rows(array: npt.NDArray[Any], value: int) -> npt.NDArray[Any]:
     return np.pad(array, ((0, missing), (0, 0)), constant_values=value) if missing else array
 
 
-def _pack_rows16_int4(matrix: QuantizedMatrix) -> ByteArray:
+def _pack_rows16_int4(matrix: QuantizedMatrix, scale_type: ScaleType) -> ByteArray:
     group = matrix.group_size
     nibbles = _pad_rows(_pad_cols((matrix.q + 8).astype(np.uint8), group, 8), 8)
     blocks, groups = nibbles.shape[0] // ROW_BLOCK, nibbles.shape[1] // group
     # [block, row, group, vector, low/high, byte] -> [block, group, vector, row, byte]
     split = nibbles.reshape(blocks, ROW_BLOCK, groups, group // 8, 2, 4)
     vectors = (split[..., 0, :] | (split[..., 1, :] << 4)).transpose(0, 2, 3, 1, 4).reshape(blocks, groups, -1)
-    scales = _pad_rows(matrix.scales, 0).reshape(blocks, ROW_BLOCK, groups).transpose(0, 2, 1)
+    scales = _pad_rows(_stored_scales(matrix.scales, scale_type), 0).reshape(blocks, ROW_BLOCK, groups).transpose(0, 2, 1)
     return np.concatenate([vectors, np.ascontiguousarray(scales).view(np.uint8)], axis=2).reshape(-1)
 
 
 def _unpack_rows16_int4(data: ByteArray, fmt: WeightFormat, rows: int, cols: int) -> tuple[Int8Array, Float32Array]:
     group, groups, blocks = fmt.group_size, fmt.groups(cols), -(-rows // ROW_BLOCK)
-    records = data.reshape(blocks, groups, -1)
-    vectors = records[:, :, : ROW_BLOCK * group // 2].reshape(blocks, groups, group // 8, ROW_BLOCK, 4).transpose(0, 3, 1, 2, 4)
+    record, scales_at = fmt.rows16_record(cols)
+    records = data.reshape(blocks, groups, record)
+    vectors = records[:, :, : scales_at.start].reshape(blocks, groups, group // 8, ROW_BLOCK, 4).transpose(0, 3, 1, 2, 4)
     nibbles = np.stack([vectors & 15, vectors >> 4], axis=4)
     q = (nibbles.astype(np.int8) - 8).reshape(blocks * ROW_BLOCK, groups * group)[:rows, :cols]
-    scales = np.ascontiguousarray(records[:, :, ROW_BLOCK * group // 2 :]).view(np.float32).transpose(0, 2, 1)
-    return np.ascontiguousarray(q), np.ascontiguousarray(scales.reshape(blocks * ROW_BLOCK, groups)[:rows])
+    scales = np.ascontiguousarray(records[:, :, scales_at]).view(fmt.scale_dtype).transpose(0, 2, 1)
+    return np.ascontiguousarray(q), np.ascontiguousarray(scales.reshape(blocks * ROW_BLOCK, groups)[:rows], np.float32)
 
 
 def _pack_rows16_int8(matrix: QuantizedMatrix) -> ByteArray:
@@ -262,7 +337,8 @@ def _pack_rows16_int8(matrix: QuantizedMatrix) -> ByteArray:
 
 def _unpack_rows16_int8(data: ByteArray, fmt: WeightFormat, rows: int, cols: int) -> tuple[Int8Array, Float32Array]:
     blocks = -(-rows // ROW_BLOCK)
-    records = data.reshape(blocks, -1)
-    scales = np.ascontiguousarray(records[:, : 4 * ROW_BLOCK]).view(np.float32).reshape(-1, 1)[:rows]
-    vectors = records[:, 4 * ROW_BLOCK :].reshape(blocks, -1, ROW_BLOCK, 4).transpose(0, 2, 1, 3).reshape(blocks * ROW_BLOCK, -1)
+    record, scales_at = fmt.rows16_record(cols)
+    records = data.reshape(blocks, record)
+    scales = np.ascontiguousarray(records[:, scales_at]).view(np.float32).reshape(-1, 1)[:rows]
+    vectors = records[:, scales_at.stop :].reshape(blocks, -1, ROW_BLOCK, 4).transpose(0, 2, 1, 3).reshape(blocks * ROW_BLOCK, -1)
     return np.ascontiguousarray((vectors[:rows, :cols].astype(np.int16) - 128).astype(np.int8)), np.ascontiguousarray(scales)

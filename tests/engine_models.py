@@ -17,7 +17,7 @@ from colibri_jax.config import ModelConfig
 from colibri_jax.container.checkpoints import checkpoint_name
 from colibri_jax.container.convert import plan_conversion, run_conversion
 from colibri_jax.generate.protocol import LanguageModel
-from colibri_jax.quant import Layout
+from colibri_jax.quant import Layout, ScaleType
 
 F, S = "full", "shared"
 
@@ -88,13 +88,21 @@ def checkpoint_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, npt.N
 
 
 def converted(
-    directory: Path, config: dict[str, Any], *, seed: int = 0, layout: Layout = "rows16", group_size: int = 64, shard_bytes: int = 1 << 20
+    directory: Path,
+    config: dict[str, Any],
+    *,
+    seed: int = 0,
+    layout: Layout = "rows16",
+    group_size: int = 64,
+    scales: ScaleType = "f32",
+    shard_bytes: int = 1 << 20,
 ) -> Path:
     """A container in `directory / "out"`, from a checkpoint in `directory / "hf"` (kept)."""
     if not (directory / "hf").exists():
         write_checkpoint(directory / "hf", config, checkpoint_tensors(config, seed), dtype="F32")
-    target = directory / f"out-{layout}-{group_size}"
-    run_conversion(plan_conversion(directory / "hf", target, layout=layout, group_size=group_size, shard_bytes=shard_bytes))
+    target = directory / f"out-{layout}-{group_size}-{scales}"
+    options: dict[str, Any] = {"layout": layout, "group_size": group_size, "scales": scales, "shard_bytes": shard_bytes}
+    run_conversion(plan_conversion(directory / "hf", target, **options))
     return target
 
 

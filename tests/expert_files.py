@@ -41,7 +41,7 @@ def random_matrix(rng: np.random.Generator, rows: int, cols: int, fmt: WeightFor
     """Every value of the width occurs, -8 and -128 included."""
     low, high = (-8, 8) if fmt.bits == 4 else (-128, 128)
     groups = fmt.groups(cols) if fmt.group_size else 1
-    scales = rng.standard_normal((rows, groups)).astype(np.float32)
+    scales = rng.standard_normal((rows, groups)).astype(fmt.scale_dtype).astype(np.float32)
     return QuantizedMatrix(rng.integers(low, high, (rows, cols), dtype=np.int8), scales, fmt.group_size, 8 if fmt.bits == 8 else 4)
 
 
@@ -82,17 +82,18 @@ def write_experts(
                 rows, cols = (hidden, width) if part == "down" else (width, hidden)
                 matrix = random_matrix(rng, rows, cols, fmt)
                 name = f"layers.{layer}.experts.{expert}.{part}"
-                weights, scales = quant.pack(matrix, fmt.layout)
+                weights, scales = quant.pack(matrix, fmt.layout, fmt.scales)
                 described[part] = {
                     "rows": rows,
                     "cols": cols,
                     "bits": fmt.bits,
                     "group_size": fmt.group_size,
                     "rows16": fmt.layout == "rows16",
+                    "scale_bytes": fmt.scale_dtype.itemsize,
                     "weights": append(weights.tobytes(), name, 2 * i),
                     "scales": None if scales is None else append(scales.tobytes(), f"{name}.qs", 2 * i + 1),
                 }
-                packed.append(quant.pack(quant.interleavable(matrix), "rows16")[0].tobytes())
+                packed.append(quant.pack(quant.interleavable(matrix), "rows16", fmt.scales)[0].tobytes())
             index[-1].append(described)
             oracle[-1].append((packed[0], packed[1], packed[2]))
     for path, content in zip(paths, contents, strict=True):

@@ -390,10 +390,11 @@ def container(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("flags", "options"),
     [
-        ([], {"layout": "rows16", "group_size": 64}),
+        ([], {"layout": "rows16", "group_size": 64, "scales": "f32"}),
+        (["--scales", "f16"], {"layout": "rows16", "group_size": 64, "scales": "f16"}),
         (
             ["--layout", "colibri", "--group-size", "32", "--shard-gb", "0.5"],
-            {"layout": "row_major", "group_size": 32, "shard_bytes": 500_000_000},
+            {"layout": "row_major", "group_size": 32, "scales": "f32", "shard_bytes": 500_000_000},
         ),
     ],
 )

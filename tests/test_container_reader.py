@@ -241,6 +241,8 @@ def reshape(name: str, shape: list[int], dtype: str | None = None) -> Callable[[
         (reshape("model.layers.1.mlp.gate.weight", [72, 4]), ShapeError, "mlp.gate.weight"),
         (retag(EXPERT, "int4_g96_rows16"), ShapeError, EXPERT),
         (retag(EXPERT, "int8_rows_rows16"), ShapeError, EXPERT),
+        (retag(EXPERT, "int4_g64_rows16_f16"), ShapeError, EXPERT),
+        (retag(EXPERT, "int4_g64_f16"), UnknownFormatError, "int4_g64_f16"),
         (retag(EXPERT, "fp4"), UnknownFormatError, "fp4"),
         (retag(EXPERT, None), MissingTensorError, r"up_proj\.weight\.qs"),
         (retag("model.norm.weight", "int8_rows"), ShapeError, "model.norm.weight"),

@@ -29,11 +29,12 @@ from colibri_jax.errors import (
     NoSpaceError,
     OptionError,
     OutputExistsError,
+    ScaleRangeError,
     ShapeError,
     UnexpectedTensorError,
     UnsupportedFamilyError,
 )
-from colibri_jax.quant import QuantizedMatrix, quantize_int4, quantize_int8
+from colibri_jax.quant import QuantizedMatrix, ScaleType, quantize_int4, quantize_int8
 from colibri_jax.tensors import tensor_specs
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
@@ -58,7 +59,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def wrong_roles(container: Container, source: dict[str, np.ndarray], group: int = 64) -> list[str]:
+def wrong_roles(container: Container, source: dict[str, np.ndarray], group: int = 64, scales: ScaleType = "f32") -> list[str]:
     """Roles that do not read as the quantised source tensor."""
     wrong = []
     for spec in tensor_specs(container.config):
@@ -66,7 +67,8 @@ def wrong_roles(container: Container, source: dict[str, np.ndarray], group: int 
         if spec.storage == "f32":
             good = isinstance(found, np.ndarray) and found.shape == spec.shape and np.array_equal(found, values)
         else:
-            expected = quantize_int4(values, group) if spec.storage.startswith("int4") else quantize_int8(values)
+            narrow: ScaleType = "f32" if spec.storage.endswith("_dequant") else scales  # what is dequantised is not interleaved
+            expected = quantize_int4(values, group, narrow) if spec.storage.startswith("int4") else quantize_int8(values)
             good = (
                 isinstance(found, QuantizedMatrix) and np.array_equal(found.q, expected.q) and np.array_equal(found.scales, expected.scales)
             )
@@ -78,16 +80,32 @@ def wrong_roles(container: Container, source: dict[str, np.ndarray], group: int 
 # ---- round trip ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["rows16", "row_major"])
+@pytest.mark.parametrize(("layout", "scales"), [("rows16", "f32"), ("rows16", "f16"), ("row_major", "f32")])
 @pytest.mark.parametrize("group", [16, 64, 128])
 @pytest.mark.parametrize("shard_bytes", [1, 1 << 30])
 def test_round_trip_reads_as_the_quantised_source(
-    tmp_path: Path, hf: Path, tensors: dict[str, np.ndarray], *, layout: Any, group: int, shard_bytes: int
+    tmp_path: Path, hf: Path, tensors: dict[str, np.ndarray], *, layout: Any, scales: Any, group: int, shard_bytes: int
 ) -> None:
-    container = run(hf, tmp_path / "out", layout=layout, group_size=group, shard_bytes=shard_bytes)
-    assert wrong_roles(container, tensors, group) == []
+    container = run(hf, tmp_path / "out", layout=layout, group_size=group, scales=scales, shard_bytes=shard_bytes)
+    assert wrong_roles(container, tensors, group, scales) == []
     changed = {**tensors, EXPERT: tensors[EXPERT] * 2}
-    assert wrong_roles(container, changed, group) == ["layers.1.experts.2.up"]  # the comparison sees one tensor
+    assert wrong_roles(container, changed, group, scales) == ["layers.1.experts.2.up"]  # the comparison sees one tensor
+    if scales == "f16":  # experts and dense products have them, and it sees the scales
+        tags = {role: entry.format.tag for role, entry in container.entries.items()}
+        assert tags["layers.1.experts.2.up"] == tags["layers.0.attn.o"] == f"int4_g{group}_rows16_f16"
+        assert tags["layers.0.attn.kv_b"] == f"int4_g{group}"
+        assert set(wrong_roles(container, tensors, group)) == {role for role, tag in tags.items() if tag.endswith("_f16")}
+
+
+def test_a_weight_beyond_float16_scales_is_refused_by_file_tensor_row_and_group(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    huge = tensors[EXPERT].copy()
+    huge[7, 70] = 7 * 66000.0
+    path = write_checkpoint(tmp_path / "hf", small_config(), {**tensors, EXPERT: huge}, dtype="F32")
+    run(path, tmp_path / "wide")
+    with pytest.raises(ScaleRangeError, match=rf"model\S*\.safetensors: {EXPERT}, from row 0 on: row 7, group 1; expected: at most 65504"):
+        run(path, tmp_path / "out", scales="f16")
+    with pytest.raises(IncompleteContainerError):
+        Container.open(tmp_path / "out")
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "F8_E4M3"])
@@ -275,7 +293,7 @@ def interrupted(hf: Path, target: Path, **options: Any) -> None:
 def test_another_conversion_does_not_continue_an_unfinished_one(tmp_path: Path, hf: Path) -> None:
     target = tmp_path / "out"
     interrupted(hf, target)
-    for options in ({"layout": "row_major"}, {"group_size": 32}, {"shard_bytes": 10**6}):
+    for options in ({"layout": "row_major"}, {"group_size": 32}, {"scales": "f16"}, {"shard_bytes": 10**6}):
         with pytest.raises(OutputExistsError, match="another conversion"):
             convert.plan_conversion(hf, target, **options)
     convert.plan_conversion(hf, target)
@@ -467,15 +485,23 @@ def test_a_container_is_not_taken_for_a_source(tmp_path: Path, hf: Path) -> None
         convert.plan_conversion(tmp_path / "out", tmp_path / "again")
 
 
-@pytest.mark.parametrize("options", [{"layout": "columns"}, {"group_size": 0}, {"group_size": 65}, {"shard_bytes": 0}])
+@pytest.mark.parametrize("options", [{"layout": "columns"}, {"group_size": 0}, {"group_size": 65}, {"scales": "bf16"}, {"shard_bytes": 0}])
 def test_options_are_checked_first(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(options))):
         convert.plan_conversion(tmp_path / "nowhere", tmp_path / "out", **options)
 
 
+def test_row_major_has_float32_scales_only(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="scales; expected: f32, or layout rows16"):
+        convert.plan_conversion(tmp_path / "nowhere", tmp_path / "out", layout="row_major", scales="f16")
+
+
 def test_the_plan_says_what_will_be_written(tmp_path: Path, hf: Path) -> None:
     lines = "\n".join(convert.plan_conversion(hf, tmp_path / "out").lines())
-    for part in (str(hf), str(tmp_path / "out"), "glm_moe_dsa", "int4_g64_rows16", "int8_rows", "groups of 64"):
+    for part in (str(hf), str(tmp_path / "out"), "glm_moe_dsa", "int4_g64_rows16", "int8_rows", "groups of 64", "f32 scales"):
         assert part in lines
+    lines = "\n".join(convert.plan_conversion(hf, tmp_path / "out", scales="f16").lines())
+    assert "int4_g64_rows16_f16" in lines
+    assert "f16 scales" in lines
     interrupted(hf, tmp_path / "out", shard_bytes=9000)
     assert "from an earlier run" in "\n".join(convert.plan_conversion(hf, tmp_path / "out", shard_bytes=9000).lines())

@@ -31,10 +31,10 @@ MOE_LAYERS = {"odd": 3, "even": 2}
 
 @pytest.fixture(scope="module")
 def containers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The two small models as containers of ours; "even" has int4 groups of 32."""
+    """The two small models as containers of ours; "even" has int4 groups of 32 with float16 scales."""
     return {
         "odd": models.converted(tmp_path_factory.mktemp("odd"), ODD),
-        "even": models.converted(tmp_path_factory.mktemp("even"), EVEN, group_size=32),
+        "even": models.converted(tmp_path_factory.mktemp("even"), EVEN, group_size=32, scales="f16"),
     }
 
 

@@ -120,8 +120,11 @@ def test_a_wrong_shape_is_named(key: str, value: int, error: type[Exception], na
         load(broken)
 
 
-@pytest.mark.parametrize("change", ["weights", "scales", "inner scales", "inner int8 scales"])
-def test_a_weight_that_is_no_number_is_refused_at_load(change: str, broken: Path) -> None:
+@pytest.mark.parametrize("change", ["weights", "scales", "inner scales", "inner float16 scales", "inner int8 scales"])
+def test_a_weight_that_is_no_number_is_refused_at_load(change: str, broken: Path, tmp_path: Path) -> None:
+    if change == "inner float16 scales":
+        broken = models.converted(tmp_path, ODD, scales="f16")
+        load(broken)
     entries = Container.open(broken).entries
     nan = np.float32(np.nan).tobytes()
     if change == "weights":
@@ -130,10 +133,11 @@ def test_a_weight_that_is_no_number_is_refused_at_load(change: str, broken: Path
     elif change == "scales":
         entry = entries["layers.2.attn.kv_b"].scales  # type: ignore[assignment]
         overwrite(entry, 8, nan)
-    elif change == "inner scales":
+    elif change != "inner int8 scales":
         entry = entries["layers.4.shared.down"]
-        record = 16 * 64 // 2 + 64
-        overwrite(entry, 3 * record + 16 * 64 // 2 + 20, nan)
+        record, scales = entry.format.rows16_record(entry.shape[1])
+        bad = np.full(1, np.nan, entry.format.scale_dtype).tobytes()
+        overwrite(entry, 3 * record + scales.start + 5 * len(bad), bad)
     else:
         entry = entries["head"]
         overwrite(entry, 64 + 2 * 1024 + 60, nan)  # the second block of 16 rows begins with its scales

@@ -28,6 +28,7 @@ FORMATS = [
     WeightFormat(4, 48),
     WeightFormat(4),
     WeightFormat(8),
+    WeightFormat(4, 64, "rows16", "f16"),
 ]
 ROWS16 = FORMATS[0]
 ROW_MAJOR = FORMATS[3]
@@ -291,6 +292,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> ExpertFiles:
                     "bits": 4,
                     "group_size": 64,
                     "rows16": True,
+                    "scale_bytes": 4,
                     "weights": extent,
                     "scales": None,
                 }

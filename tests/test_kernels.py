@@ -28,7 +28,9 @@ ISAS: list[str] = native.available_isas() + native.emulated_isas()
 U = 2.0**-24  # unit roundoff of float32
 MARGIN = 37
 LENGTHS = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 129, 255, 300)
+FORMS = ("int4", "int4_f16", "int8")
 every_isa = pytest.mark.parametrize("isa", ISAS)
+every_form = pytest.mark.parametrize("form", FORMS)
 
 
 def surrounding(dtype: np.dtype[Any]) -> Any:
@@ -85,17 +87,25 @@ def quantize(isa: str, x: Array, group: int) -> tuple[Array, Array, Array]:
     return q, scales, sums
 
 
+# float16 scales at both ends of their range, and of both signs: subnormal, smallest normal, largest.
+EDGE_SCALES = np.array([2.0**-24, 1023 * 2.0**-24, 2.0**-14, 65504, -(2.0**-24), -3 * 2.0**-24, -65504, -0.1], np.float16).astype(f32)
+
+
 class Product:
     """A random matrix, packed, with quantised activations of n positions."""
 
-    def __init__(self, bits: int, rows: int, cols: int, group: int, n: int, *, seed: int = 3) -> None:
+    def __init__(self, form: str, rows: int, cols: int, group: int, n: int, *, seed: int = 3) -> None:
         rng = np.random.default_rng(seed)
         self.rows, self.cols, self.group, self.n = rows, cols, group, n
         weights = floats(rng, (rows, cols))
-        self.matrix = quant.quantize_int4(weights, group) if bits == 4 else quant.quantize_int8(weights)
-        self.matrix.q.reshape(-1)[::5] = -8 if bits == 4 else -128  # values that the quantiser makes rarely or never
-        self.bits, self.groups, self.blocks = bits, -(-cols // group), -(-rows // quant.ROW_BLOCK)
-        packed, _ = quant.pack(self.matrix, "rows16")
+        self.form, self.scale_type = form, "f16" if form == "int4_f16" else "f32"
+        self.matrix = quant.quantize_int8(weights) if form == "int8" else quant.quantize_int4(weights, group, self.scale_type)
+        self.matrix.q.reshape(-1)[::5] = -128 if form == "int8" else -8  # values that the quantiser makes rarely or never
+        if form == "int4_f16":
+            some = self.matrix.scales.reshape(-1)[seed % 3 :: 3]
+            some[...] = np.resize(EDGE_SCALES, some.size)
+        self.groups, self.blocks = -(-cols // group), -(-rows // quant.ROW_BLOCK)
+        packed = self.packed()
         buffer = np.full(packed.size + 2 * MARGIN, 255, np.uint8)
         self.w = buffer[MARGIN : MARGIN + packed.size]  # an odd address: weights have no alignment
         self.w[:] = packed
@@ -104,9 +114,12 @@ class Product:
         parts = [oracle.quantize(row, group) for row in x]
         self.q, self.scales, self.sums = (placed(np.stack([part[i] for part in parts])) for i in range(3))
 
+    def packed(self) -> Array:
+        return quant.pack(self.matrix, "rows16", self.scale_type)[0]
+
     @functools.cached_property
     def expected(self) -> Array:
-        scales = self.matrix.scales if self.bits == 4 else np.repeat(self.matrix.scales, self.groups, axis=1)
+        scales = np.repeat(self.matrix.scales, self.groups, axis=1) if self.form == "int8" else self.matrix.scales
         pairs = zip(self.q, self.scales, strict=True)
         return np.stack([oracle.product(self.matrix.q, scales, q, s, self.group) for q, s in pairs])
 
@@ -114,7 +127,7 @@ class Product:
         return (self.group, self.q[first:last], self.scales[first:last], self.sums[first:last])
 
     def run(self, isa: str, blocks: tuple[int, int] | None = None) -> Array:
-        kernel = native.matmul_int4 if self.bits == 4 else native.matmul_int8
+        kernel = getattr(native, f"matmul_{self.form}")
         begin, end = blocks or (0, self.blocks)
         stride = self.rows + 3
         with output((self.n - 1) * stride + self.rows, np.float32) as y:
@@ -135,10 +148,11 @@ shapes = st.tuples(st.integers(1, 50), st.integers(1, 300), st.sampled_from((8, 
 
 
 @every_isa
+@pytest.mark.parametrize("form", ["int4", "int4_f16"])
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), shape=shapes)
-def test_int4_product_equals_the_oracle(isa: str, seed: int, shape: tuple[int, int, int, int]) -> None:
-    product = Product(4, *shape, seed=seed)
+def test_int4_product_equals_the_oracle(isa: str, form: str, seed: int, shape: tuple[int, int, int, int]) -> None:
+    product = Product(form, *shape, seed=seed)
     check_product(product, lambda: product.run(isa))
 
 
@@ -147,12 +161,12 @@ def test_int4_product_equals_the_oracle(isa: str, seed: int, shape: tuple[int, i
 @given(seed=st.integers(0, 2**32), shape=shapes)
 def test_int8_product_equals_the_oracle(isa: str, seed: int, shape: tuple[int, int, int, int]) -> None:
     rows, cols, _, n = shape
-    product = Product(8, rows, cols, quant.ACTIVATION_GROUP_SIZE, n, seed=seed)
+    product = Product("int8", rows, cols, quant.ACTIVATION_GROUP_SIZE, n, seed=seed)
     check_product(product, lambda: product.run(isa))
 
 
 @every_isa
-@pytest.mark.parametrize("bits", [4, 8])
+@every_form
 @pytest.mark.parametrize(
     ("rows", "cols", "group", "n"),
     [
@@ -169,9 +183,9 @@ def test_int8_product_equals_the_oracle(isa: str, seed: int, shape: tuple[int, i
         (18, 1000, 136, 20),  # does not divide into few tile products
     ],
 )
-def test_product_of_many_positions_equals_the_oracle(isa: str, bits: int, rows: int, cols: int, group: int, n: int) -> None:
+def test_product_of_many_positions_equals_the_oracle(isa: str, form: str, rows: int, cols: int, group: int, n: int) -> None:
     """Where there are tiles of 16 positions: whole ones and a last one, and matrices wider than a run of unpacked weights."""
-    product = Product(bits, rows, cols, group if bits == 4 else quant.ACTIVATION_GROUP_SIZE, n, seed=n)
+    product = Product(form, rows, cols, quant.ACTIVATION_GROUP_SIZE if form == "int8" else group, n, seed=n)
     check_product(product, lambda: product.run(isa))
 
 
@@ -189,12 +203,13 @@ def test_amx_is_available_or_says_why() -> None:
 
 
 @every_isa
-@pytest.mark.parametrize("bits", [4, 8])
-def test_product_at_the_extremes_does_not_saturate(isa: str, bits: int) -> None:
-    product = Product(bits, 17, 512, 64 if bits == 8 else 256, 9)
-    for weight, activation in ((-8 if bits == 4 else -128, 127), (7 if bits == 4 else 127, -127), (7 if bits == 4 else 127, 127)):
+@every_form
+def test_product_at_the_extremes_does_not_saturate(isa: str, form: str) -> None:
+    product = Product(form, 17, 512, 64 if form == "int8" else 256, 9)
+    lowest, highest = (-128, 127) if form == "int8" else (-8, 7)
+    for weight, activation in ((lowest, 127), (highest, -127), (highest, 127)):
         product.matrix.q[...] = weight
-        product.w[:] = quant.pack(product.matrix, "rows16")[0]
+        product.w[:] = product.packed()
         product.q[...] = activation
         product.sums[...] = activation * product.group
         product.__dict__.pop("expected", None)
@@ -202,24 +217,24 @@ def test_product_at_the_extremes_does_not_saturate(isa: str, bits: int) -> None:
 
 
 @every_isa
-@pytest.mark.parametrize("bits", [4, 8])
+@every_form
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 9, 17])
-def test_a_position_alone_equals_it_among_others(isa: str, bits: int, n: int) -> None:
-    product = Product(bits, 33, 200, 64, n)
+def test_a_position_alone_equals_it_among_others(isa: str, form: str, n: int) -> None:
+    product = Product(form, 33, 200, 64, n)
     together = product.run(isa)
     for p in range(n):
         with output(33, np.float32) as alone:
-            kernel = native.matmul_int4 if bits == 4 else native.matmul_int8
+            kernel = getattr(native, f"matmul_{form}")
             kernel(isa, product.w, 33, 0, 3, *product.arguments(p, p + 1), alone, 33)
         assert_same_bits(alone, together[p])
 
 
 @every_isa
-@pytest.mark.parametrize("bits", [4, 8])
+@every_form
 @pytest.mark.parametrize("blocks", [(0, 1), (1, 3), (2, 3), (1, 1)])
 @pytest.mark.parametrize("n", [3, 19])
-def test_only_the_rows_of_the_named_blocks_are_written(isa: str, bits: int, blocks: tuple[int, int], n: int) -> None:
-    product = Product(bits, 41, 100, 64, n)
+def test_only_the_rows_of_the_named_blocks_are_written(isa: str, form: str, blocks: tuple[int, int], n: int) -> None:
+    product = Product(form, 41, 100, 64, n)
     got = product.run(isa, blocks)
     first, last = 16 * blocks[0], min(16 * blocks[1], 41)
     assert_same_bits(got[:, first:last], product.expected[:, first:last])
@@ -230,20 +245,33 @@ def planted_faults(product: Product) -> dict[str, Callable[[], Array]]:
     """Wrong products: of the kernel on spoiled operands, or of a wrong definition."""
 
     def swapped_nibbles() -> Array:
-        spoiled = Product(4, 20, 100, 32, 2)
+        spoiled = Product("int4", 20, 100, 32, 2)
         records = spoiled.w.reshape(spoiled.blocks, spoiled.groups, -1)
         weights = records[:, :, : 8 * spoiled.group]
         weights[...] = (weights >> 4) | (weights << 4)
         return spoiled.run("scalar")
 
     def dropped_last_group() -> Array:
-        spoiled = Product(4, 20, 100, 32, 2)
+        spoiled = Product("int4", 20, 100, 32, 2)
         spoiled.scales[:, -1] = 0
         return spoiled.run("scalar")
 
     def forgotten_offset() -> Array:
-        spoiled = Product(4, 20, 100, 32, 2)
+        spoiled = Product("int4", 20, 100, 32, 2)
         spoiled.sums[...] = 0
+        return spoiled.run("scalar")
+
+    def neighbours_scale() -> Array:
+        spoiled = Product("int4_f16", 20, 100, 32, 2)
+        halves = spoiled.w.reshape(spoiled.blocks, spoiled.groups, -1)[:, :, 8 * spoiled.group :]
+        halves[...] = np.roll(halves, 2, axis=2)  # of the row beside it
+        return spoiled.run("scalar")
+
+    def other_width() -> Array:
+        """float16 scales where the kernel takes float32 ones: records are shorter than it believes."""
+        spoiled = Product("int4_f16", 20, 100, 32, 2)
+        spoiled.form, missing = "int4", spoiled.blocks * spoiled.groups * 2 * quant.ROW_BLOCK
+        spoiled.w = np.concatenate([spoiled.w, np.zeros(missing, np.uint8)])
         return spoiled.run("scalar")
 
     def fused() -> Array:
@@ -261,6 +289,8 @@ def planted_faults(product: Product) -> dict[str, Callable[[], Array]]:
         "swapped nibbles": swapped_nibbles,
         "dropped last group": dropped_last_group,
         "forgotten offset": forgotten_offset,
+        "scale of the neighbour": neighbours_scale,
+        "float32 read where float16 lies": other_width,
         "fused multiply-add": fused,
         "zero output": lambda: np.zeros_like(product.expected),
         "last bit": lambda: np.nextafter(product.expected, f32(np.inf)),
@@ -268,10 +298,17 @@ def planted_faults(product: Product) -> dict[str, Callable[[], Array]]:
 
 
 @pytest.mark.parametrize(
-    "fault", ["swapped nibbles", "dropped last group", "forgotten offset", "fused multiply-add", "zero output", "last bit"]
+    ("form", "fault"),
+    [
+        *(
+            ("int4", f)
+            for f in ("swapped nibbles", "dropped last group", "forgotten offset", "fused multiply-add", "zero output", "last bit")
+        ),
+        *(("int4_f16", f) for f in ("scale of the neighbour", "float32 read where float16 lies", "zero output", "last bit")),
+    ],
 )
-def test_the_checker_catches(fault: str) -> None:
-    product = Product(4, 20, 100, 32, 2)
+def test_the_checker_catches(form: str, fault: str) -> None:
+    product = Product(form, 20, 100, 32, 2)
     check_product(product, lambda: product.run("scalar"))
     with pytest.raises(AssertionError):
         check_product(product, planted_faults(product)[fault])
@@ -331,13 +368,14 @@ def test_quantiser_names_the_first_value_that_is_not_finite(isa: str, bad: float
 
 # ---- dequantised weights ------------------------------------------------------------------------------------------
 @every_isa
+@pytest.mark.parametrize("form", ["int4", "int4_f16"])
 @pytest.mark.parametrize("group", [8, *quant.GROUP_SIZES])
 @pytest.mark.parametrize("cols", [1, 8, 17, 64, 100, 129, 300])
-def test_dequantised_int4_equals_the_matrix(isa: str, group: int, cols: int) -> None:
-    product = Product(4, 16, cols, group, 1)
+def test_dequantised_int4_equals_the_matrix(isa: str, form: str, group: int, cols: int) -> None:
+    product = Product(form, 16, cols, group, 1)
     expected = product.matrix.dequantize()
     with output(15 * (cols + 2) + cols, np.float32) as out:
-        native.dequantize_int4_block(isa, product.w, cols, group, out, cols + 2)
+        getattr(native, f"dequantize_{form}_block")(isa, product.w, cols, group, out, cols + 2)
     assert_same_bits(np.stack([out[r * (cols + 2) : r * (cols + 2) + cols] for r in range(16)]), expected)
     packed, scales = quant.pack(product.matrix, "row_major")
     assert scales is not None
@@ -350,7 +388,7 @@ def test_dequantised_int4_equals_the_matrix(isa: str, group: int, cols: int) -> 
 @every_isa
 @pytest.mark.parametrize("cols", [1, 8, 17, 64, 100, 129, 300])
 def test_dequantised_int8_equals_the_matrix(isa: str, cols: int) -> None:
-    product = Product(8, 16, cols, 64, 1)
+    product = Product("int8", 16, cols, 64, 1)
     expected = product.matrix.dequantize()
     with output(15 * (cols + 2) + cols, np.float32) as out:
         native.dequantize_int8_block(isa, product.w, cols, out, cols + 2)
@@ -501,7 +539,8 @@ def test_silu_is_within_its_rounding_bound_of_float64(isa: str) -> None:
 
 # ---- choice of the table and checks of the binding ------------------------------------------------------------------
 def test_instruction_sets_are_named_slowest_first() -> None:
-    assert tuple(ISAS) == ("scalar", "avx2", "avx512vnni")[: len(ISAS)]
+    available = native.available_isas()
+    assert tuple(available) == ("scalar", "avx2", "avx512vnni", "amx")[: len(available)]
     assert native.dot("", np.ones(3, np.float32), np.ones(3, np.float32)) == 3
 
 
@@ -549,7 +588,7 @@ def test_wrong_arrays_are_refused(call: Callable[[], object]) -> None:
     ],
 )
 def test_a_wrong_product_is_refused(change: dict[str, Any], message: str) -> None:
-    product = Product(4, 20, 100, 32, 2)
+    product = Product("int4", 20, 100, 32, 2)
     arguments = {"w": product.w, "rows": 20, "block_begin": 0, "block_end": 2, "group": 32, "q": product.q, "scales": product.scales}
     arguments |= {"sums": product.sums, "y": np.zeros(40, np.float32), "y_stride": 20}
     native.matmul_int4("scalar", **arguments)

@@ -53,7 +53,7 @@ paths = st.tuples(
     st.integers(0, 1),
     st.sampled_from(PARTS),
     st.one_of(
-        st.sampled_from(["rows", "cols", "bits", "group_size", "rows16", "weights", "scales"]),
+        st.sampled_from(["rows", "cols", "bits", "group_size", "rows16", "scale_bytes", "weights", "scales"]),
         st.tuples(st.sampled_from(["weights", "scales"]), st.integers(0, 3)),
     ),
 )

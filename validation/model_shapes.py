@@ -24,7 +24,7 @@ from colibri_jax.config import FAMILIES, ModelConfig
 from colibri_jax.container.directory import CONFIG_FILE
 from colibri_jax.container.format import StreamWriter
 from colibri_jax.container.plan import plan_shards
-from colibri_jax.quant import Layout, pack, quantize
+from colibri_jax.quant import Layout, ScaleType, pack, quantize
 from colibri_jax.tensors import TensorSpec, tensor_specs
 
 Float32 = npt.NDArray[np.float32]
@@ -47,7 +47,7 @@ class Shape:
         family: `model_type`.
         config: what its `config.json` holds.
         rows: powers of two, ascending; the reference sees steps of (r / 2, r] rows as r.
-        layout, group_size: of the container's int4 matrices.
+        layout, group_size, scales: of the container's int4 matrices.
     """
 
     family: str
@@ -55,6 +55,7 @@ class Shape:
     rows: tuple[int, ...]
     layout: Layout
     group_size: int
+    scales: ScaleType
 
     @property
     def model(self) -> ModelConfig:
@@ -66,7 +67,7 @@ class Shape:
         return (
             f"{self.family}: {model.n_layers} layers ({len(model.moe_layers)} sparse), width {model.hidden_size}, "
             f"{model.moe.n_experts} experts, {router.top_k} a position, {router.n_group} groups, {model.moe.n_shared} shared, "
-            f"{self.layout} g{self.group_size}"
+            f"{self.layout} g{self.group_size} {self.scales}"
         )
 
 
@@ -76,13 +77,11 @@ class Shape:
 def make_shape(c: Chooser, family: str, rows: tuple[int, ...] | None = None) -> Shape:
     """A shape of a family; `rows`: instead of drawn ones."""
     config = {**_common(c), "model_type": family, **_CONFIGS[family](c)}
-    return Shape(
-        family=family,
-        config=config,
-        rows=rows or (1, c.pick((2, 4)), c.pick((8, 16))),
-        layout=c.pick(("rows16", "row_major")),
-        group_size=c.pick((64, 16, 32, 48)),
-    )
+    rows = rows or (1, c.pick((2, 4)), c.pick((8, 16)))
+    layout: Layout = c.pick(("rows16", "row_major"))
+    group_size = c.pick((64, 16, 32, 48))
+    scales: ScaleType = c.pick(("f32", "f16")) if layout == "rows16" else "f32"
+    return Shape(family=family, config=config, rows=rows, layout=layout, group_size=group_size, scales=scales)
 
 
 def _common(c: Chooser) -> Config:
@@ -329,14 +328,14 @@ _EQUALISERS = 2  # the last ones
 def write_model(directory: Path, shape: Shape, weights: dict[str, Float32]) -> Path:
     """Write a container into a new directory; returns it."""
     directory.mkdir(parents=True)
-    for shard in plan_shards(shape.model, shape.layout, shape.group_size, SMALL_SHARD_BYTES):
+    for shard in plan_shards(shape.model, shape.layout, shape.group_size, SMALL_SHARD_BYTES, scales=shape.scales):
         with StreamWriter(directory / shard.name, shard.tensors, shard.metadata) as writer:
             for matrix in shard.matrices:
                 values, fmt = weights[matrix.spec.role], matrix.format
                 if fmt.bits == 32:
                     parts: tuple[Any, ...] = (values,)
                 else:
-                    parts = pack(quantize(values, fmt), fmt.layout)
+                    parts = pack(quantize(values, fmt), fmt.layout, fmt.scales)
                 for tensor, part in zip(matrix.tensors, parts, strict=False):
                     writer.write(tensor.name, [np.ascontiguousarray(part).tobytes()])
     (directory / CONFIG_FILE).write_text(json.dumps(shape.config))  # last: without it the directory is no container

@@ -9,7 +9,7 @@ import numpy as np
 
 from colibri_jax.bench.report import BenchError, Measured, Row, Table, ratios
 from colibri_jax.engine.passes import ProductPass, available_isas, read_pass
-from colibri_jax.quant import ByteArray, WeightFormat
+from colibri_jax.quant import ROW_BLOCK, ByteArray, WeightFormat
 
 # More than any cache, so that every pass comes from memory.
 DEFAULT_BYTES = 3 << 29
@@ -29,6 +29,7 @@ class Form:
 FORMS = (
     Form("int4, expert gate/up", WeightFormat(4, 64, "rows16"), 2048, 6144),
     Form("int4, expert down", WeightFormat(4, 64, "rows16"), 6144, 2048),
+    Form("int4 f16, gate/up", WeightFormat(4, 64, "rows16", "f16"), 2048, 6144),
     Form("int8, head", WeightFormat(8, 0, "rows16"), 8192, 6144),
 )
 
@@ -97,10 +98,8 @@ def _weights(form: Form, memory_bytes: int) -> ByteArray:
     count = max(memory_bytes // one, 1)
     rng = np.random.default_rng(0)
     matrix = rng.integers(0, 256, one, dtype=np.uint8)
-    record = 64 + form.format.group_size * 8 if form.format.bits == 4 else form.format.weight_bytes(16, form.cols)
-    blocks = matrix.reshape(-1, record)
-    at = slice(record - 64, record) if form.format.bits == 4 else slice(0, 64)
-    blocks[:, at] = np.ones(16, "<f4").view(np.uint8)
+    record, scales_at = form.format.rows16_record(form.cols)
+    matrix.reshape(-1, record)[:, scales_at] = np.ones(ROW_BLOCK, form.format.scale_dtype).view(np.uint8)
     weights = np.empty((count, one), np.uint8)
     weights[:] = matrix
     return weights.reshape(-1)

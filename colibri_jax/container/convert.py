@@ -31,8 +31,8 @@ from colibri_jax.container.plan import (
 )
 from colibri_jax.container.reader import PART_SUFFIX, STATE_FILE
 from colibri_jax.container.source import SourceCheckpoint
-from colibri_jax.errors import ContainerError, NoSpaceError, OutputExistsError
-from colibri_jax.quant import DEFAULT_GROUP_SIZE, Layout, pack, quantize
+from colibri_jax.errors import ContainerError, NoSpaceError, OutputExistsError, ScaleRangeError
+from colibri_jax.quant import DEFAULT_GROUP_SIZE, Layout, ScaleType, pack, quantize
 
 Progress = Callable[[int, int, str], None]
 
@@ -43,6 +43,7 @@ def plan_conversion(
     *,
     layout: Layout = "rows16",
     group_size: int = DEFAULT_GROUP_SIZE,
+    scales: ScaleType = "f32",
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> ConversionPlan:
     """Check source and target and say what would be written. Nothing is created and no weights are read.
@@ -52,19 +53,20 @@ def plan_conversion(
         target: output directory: absent, empty, or the unfinished output of the same conversion.
         layout: "rows16" for this package; "row_major" is colibri's layout.
         group_size: weights per scale of int4 matrices.
+        scales: "f16" stores the scales of interleaved int4 in half the bytes (layout "rows16" only).
         shard_bytes: most bytes of tensors in one file (more only where one expert alone is larger).
 
     Raises:
         OutputExistsError: the target is a finished container, another conversion's output, or holds other files.
         ConfigError, ContainerError: the source is not a complete checkpoint of a known family.
     """
-    check_options(layout, group_size, shard_bytes)
+    check_options(layout, group_size, scales, shard_bytes)
     checkpoint = SourceCheckpoint.open(source)
     directory = Path(target)
-    identity = fingerprint(checkpoint, layout, group_size, shard_bytes)
-    shards = plan_shards(checkpoint.config, layout, group_size, shard_bytes)
+    identity = fingerprint(checkpoint, layout, group_size, scales, shard_bytes)
+    shards = plan_shards(checkpoint.config, layout, group_size, shard_bytes, scales=scales)
     finished = _finished_files(directory, shards, identity)
-    return ConversionPlan(checkpoint, directory, layout, group_size, shard_bytes, shards, finished, identity)
+    return ConversionPlan(checkpoint, directory, layout, group_size, scales, shard_bytes, shards, finished, identity)
 
 
 def run_conversion(plan: ConversionPlan, progress: Progress | None = None) -> None:
@@ -80,6 +82,7 @@ def run_conversion(plan: ConversionPlan, progress: Progress | None = None) -> No
         NoSpaceError: the file system cannot hold the rest, found before or while writing.
         OutputExistsError: another process is writing this output, or it changed since the plan was made.
         NonFiniteWeightError: a source weight is NaN or infinite; it is never quantised silently.
+        ScaleRangeError: a group needs a scale that float16 cannot hold.
     """
     report = progress or (lambda done, total, name: None)
     with _system_errors(plan.target), _claimed(plan):
@@ -123,8 +126,15 @@ def _write_matrix(source: SourceCheckpoint, matrix: PlannedMatrix, writer: Strea
     scales: list[bytes] = []
 
     def packed() -> Iterator[memoryview]:
+        first = 0
         for block in source.blocks(role):
-            data, separate = pack(quantize(block, fmt), fmt.layout)
+            try:
+                quantised = quantize(block, fmt)
+            except ScaleRangeError as error:
+                where = f"{source.tensors[role].stored.path}: {matrix.tensors[0].name}, from row {first} on: {error.where}"
+                raise ScaleRangeError(error.what, where=where, expected=error.expected, got=error.got) from error
+            first += len(block)
+            data, separate = pack(quantised, fmt.layout, fmt.scales)
             if separate is not None:
                 scales.append(separate.astype("<f4").tobytes())
             yield np.ascontiguousarray(data).data

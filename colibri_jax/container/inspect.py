@@ -59,7 +59,7 @@ class ContainerSummary:
             f"vocabulary {config.vocab_size}, {config.n_mtp_layers} MTP block",
             f"experts          {moe.n_experts} per layer, top {moe.router.top_k}, {moe.n_shared} shared, hidden {moe.expert_hidden}",
             f"on disk          {_mb(self.total_bytes)} ({tag})",
-            *(f"  {row.tag:<14} {row.tensors:>7} tensors {_mb(row.nbytes):>14}" for row in self.formats),
+            *(f"  {row.tag:<20} {row.tensors:>7} tensors {_mb(row.nbytes):>14}" for row in self.formats),
             f"one expert       {_mb(self.expert_bytes)}",
             f"a layer's        {_mb(self.layer_expert_bytes)}",
             f"a cold token     {_mb(self.cold_token_bytes)} ({moe.router.top_k} experts × {layers} layers)",
@@ -152,7 +152,7 @@ def kv_bytes_per_position(config: ModelConfig) -> int:
 def _slot_bytes(entry: TensorEntry) -> int:
     rows, cols = entry.shape
     group = (entry.format.group_size or ACTIVATION_GROUP_SIZE) if entry.format.bits == 4 else 0
-    return WeightFormat(entry.format.bits, group, "rows16").weight_bytes(rows, cols)
+    return WeightFormat(entry.format.bits, group, "rows16", entry.format.scales).weight_bytes(rows, cols)
 
 
 def _mb(nbytes: float) -> str:

@@ -14,7 +14,7 @@ from colibri_jax.container.format import PlannedTensor, header_bytes
 from colibri_jax.container.formats import SCALE_SUFFIX, FoundBytes, infer_format, tag_metadata
 from colibri_jax.container.source import INDEX_FILE, SourceCheckpoint, checkpoint_files
 from colibri_jax.errors import AmbiguousFormatError, OptionError
-from colibri_jax.quant import GROUP_SIZES, Layout, WeightFormat
+from colibri_jax.quant import GROUP_SIZES, SCALE_DTYPES, Layout, ScaleType, WeightFormat
 from colibri_jax.tensors import Storage, TensorSpec, tensor_specs
 
 DEFAULT_SHARD_BYTES = 4 << 30
@@ -71,6 +71,7 @@ class ConversionPlan:
     target: Path
     layout: Layout
     group_size: int
+    scales: ScaleType
     shard_bytes: int
     shards: tuple[PlannedShard, ...]
     finished: frozenset[str]
@@ -100,15 +101,15 @@ class ConversionPlan:
         return [
             f"source   {self.source.directory} ({self.source.config.family}, {_size(source_bytes)} of weights)",
             f"target   {self.target} ({_size(self.total_bytes)} in {len(self.shards)} files)",
-            f"layout   {self.layout}, int4 groups of {self.group_size}; opens in {opens}",
-            *(f"         {tag:<18} {count:>7} tensors {_size(nbytes):>12}" for tag, (count, nbytes) in sorted(formats.items())),
+            f"layout   {self.layout}, int4 groups of {self.group_size}, {self.scales} scales; opens in {opens}",
+            *(f"         {tag:<20} {count:>7} tensors {_size(nbytes):>12}" for tag, (count, nbytes) in sorted(formats.items())),
             f"to write {_size(self.remaining_bytes)}"
             + (f"; {len(self.finished)} of {len(self.shards)} files are there from an earlier run" if self.finished else ""),
         ]
 
 
-def check_options(layout: str, group_size: int, shard_bytes: int) -> None:
-    """Refuse options outside their domains.
+def check_options(layout: str, group_size: int, scales: str, shard_bytes: int) -> None:
+    """Refuse options outside their domains, and float16 scales where the layout has none.
 
     Raises:
         OptionError: an option is.
@@ -117,17 +118,23 @@ def check_options(layout: str, group_size: int, shard_bytes: int) -> None:
         raise OptionError("unknown layout", where="layout", expected="rows16 or row_major", got=layout)
     if group_size not in GROUP_SIZES:
         raise OptionError("unknown group size", where="group_size", expected=f"one of {GROUP_SIZES}", got=group_size)
+    if scales not in SCALE_DTYPES:
+        raise OptionError("unknown type of scales", where="scales", expected=" or ".join(SCALE_DTYPES), got=scales)
+    if scales != "f32" and layout != "rows16":
+        raise OptionError("this layout has float32 scales only", where="scales", expected="f32, or layout rows16", got=scales)
     if shard_bytes < 1:
         raise OptionError("not positive", where="shard_bytes", expected="1 or more", got=shard_bytes)
 
 
-def plan_shards(config: ModelConfig, layout: Layout, group_size: int, shard_bytes: int) -> tuple[PlannedShard, ...]:
+def plan_shards(
+    config: ModelConfig, layout: Layout, group_size: int, shard_bytes: int, *, scales: ScaleType = "f32"
+) -> tuple[PlannedShard, ...]:
     """Distribute a model's tensors over files of at most `shard_bytes` each; an expert is never split between files."""
     units: dict[checkpoints.ShardKind, list[list[PlannedMatrix]]] = {"main": [], "mtp": [], "idx": []}
     previous = ""
     for spec in tensor_specs(config):
         kind = checkpoints.shard_kind(config, spec.role)
-        matrix = _plan_matrix(config, spec, layout, group_size)
+        matrix = _plan_matrix(config, spec, layout, group_size, scales)
         expert = spec.role.rpartition(".")[0] if ".experts." in spec.role else ""
         if expert and expert == previous:
             units[kind][-1].append(matrix)
@@ -137,27 +144,33 @@ def plan_shards(config: ModelConfig, layout: Layout, group_size: int, shard_byte
     return tuple(shard for kind in units for shard in _fill(_FILE_STEM[kind], units[kind], shard_bytes))
 
 
-def fingerprint(source: SourceCheckpoint, layout: Layout, group_size: int, shard_bytes: int) -> dict[str, Any]:
+def fingerprint(source: SourceCheckpoint, layout: Layout, group_size: int, scales: ScaleType, shard_bytes: int) -> dict[str, Any]:
     """Names, sizes and modification times of everything that a conversion reads, and its options."""
     directory = source.directory
     paths = [directory / CONFIG_FILE, *carried_files(directory).values(), *checkpoint_files(directory)]
     if (directory / INDEX_FILE).is_file():
         paths.append(directory / INDEX_FILE)
     files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(paths)}
-    return {"version": 1, "layout": layout, "group_size": group_size, "shard_bytes": shard_bytes, "files": files}
+    options = {"layout": layout, "group_size": group_size, "scales": scales, "shard_bytes": shard_bytes}
+    return {"version": 2, **options, "files": files}
 
 
-def target_format(storage: Storage, layout: Layout, group_size: int) -> WeightFormat:
-    """The format in which a storage class is written. What is dequantised is never interleaved: it is read row by row."""
+def target_format(storage: Storage, layout: Layout, group_size: int, scales: ScaleType = "f32") -> WeightFormat:
+    """The format in which a storage class is written. What is dequantised is never interleaved: it is read row by row.
+
+    `scales` is for int4 that is interleaved; everything else has float32 ones.
+    """
     if storage == "f32":
         return WeightFormat(32)
-    bits: Any = 4 if storage.startswith("int4") else 8
-    return WeightFormat(bits, group_size if bits == 4 else 0, "row_major" if storage.endswith("_dequant") else layout)
+    placed: Layout = "row_major" if storage.endswith("_dequant") else layout
+    if storage.startswith("int4"):
+        return WeightFormat(4, group_size, placed, scales if placed == "rows16" else "f32")
+    return WeightFormat(8, 0, placed)
 
 
-def _plan_matrix(config: ModelConfig, spec: TensorSpec, layout: Layout, group_size: int) -> PlannedMatrix:
+def _plan_matrix(config: ModelConfig, spec: TensorSpec, layout: Layout, group_size: int, scales: ScaleType) -> PlannedMatrix:
     name = checkpoints.checkpoint_name(config, spec.role)
-    fmt = target_format(spec.storage, layout, group_size)
+    fmt = target_format(spec.storage, layout, group_size, scales)
     if fmt.bits == 32:
         return PlannedMatrix(spec, fmt, (PlannedTensor(name, "F32", spec.shape),))
     rows, cols = spec.shape

@@ -195,6 +195,7 @@ def _matrix(entry: TensorEntry, index: dict[Any, int]) -> tuple[Any, ...]:
         entry.format.bits,
         entry.format.group_size,
         entry.format.layout == "rows16",
+        entry.format.scale_dtype.itemsize,
         (index[entry.path], entry.offset, entry.nbytes, entry.name),
         None if scales is None else (index[scales.path], scales.offset, scales.nbytes, scales.name),
     )

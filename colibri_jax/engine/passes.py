@@ -58,6 +58,6 @@ class ProductPass:
             Seconds, and float32 [n, rows] of the last matrix.
         """
         y_TR = np.zeros((self._n, self._rows), np.float32)
-        form = (self._fmt.bits, self._rows, self._cols, self._group, self._count)
+        form = (self._fmt.bits, self._fmt.scale_dtype.itemsize, self._rows, self._cols, self._group, self._count)
         seconds = _native.bench.products(isa, threads, *form, self._weights, self._q, self._scales, self._sums, y_TR)
         return float(seconds), y_TR

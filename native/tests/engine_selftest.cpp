@@ -32,20 +32,23 @@ constexpr int kExperts = 8;
 // One file that grows tensor by tensor.
 class ModelFile {
   public:
-    explicit ModelFile(const std::string& path) : out_(path, std::ios::binary) { append(std::vector<uint8_t>(4096)); }
+    // `halves`: interleaved int4 has float16 scales.
+    ModelFile(const std::string& path, bool halves) : out_(path, std::ios::binary), halves_(halves) {
+        append(std::vector<uint8_t>(4096));
+    }
 
     StoredMatrix floats(const std::string& name, int64_t rows, int64_t cols, float mean, float spread) {
         std::normal_distribution<float> normal(mean, spread);
         std::vector<float> values(static_cast<size_t>(rows * cols));
         for (float& value : values) value = normal(random_);
-        StoredMatrix m{rows, cols, 32, 0, false, {}, {}};
+        StoredMatrix m{rows, cols, 32, 0, false, 4, {}, {}};
         m.weights = write(name, values.data(), values.size() * sizeof(float));
         return m;
     }
 
     // A product with it keeps about the variance of its input.
     StoredMatrix quantised(const std::string& name, int64_t rows, int64_t cols, int bits, bool rows16) {
-        StoredMatrix m{rows, cols, bits, bits == 4 ? 64 : 0, false, {}, {}};
+        StoredMatrix m{rows, cols, bits, bits == 4 ? 64 : 0, false, 4, {}, {}};
         std::vector<uint8_t> weights(static_cast<size_t>(stored_weight_bytes(m)));
         for (uint8_t& byte : weights) byte = static_cast<uint8_t>(random_());
         const float scale = 1.0f / ((bits == 4 ? 4.6f : 74.0f) * std::sqrt(static_cast<float>(cols)));
@@ -58,6 +61,10 @@ class ModelFile {
         std::vector<uint8_t> packed(static_cast<size_t>(rows16_bytes(m)));
         repack_rows16(m, weights.data(), reinterpret_cast<const uint8_t*>(scales.data()), packed.data());
         m.rows16 = true;
+        if (halves_ && bits == 4) {
+            m.scale_bytes = 2;
+            packed = with_halves(packed, m.group_size, scale);
+        }
         m.weights = write(name, packed.data(), packed.size());
         return m;
     }
@@ -65,6 +72,20 @@ class ModelFile {
     void close() { out_.close(); }
 
   private:
+    // Records of float32 scales become records of one float16 scale: the largest that is no larger.
+    static std::vector<uint8_t> with_halves(const std::vector<uint8_t>& packed, int64_t group, float scale) {
+        uint16_t half = 0;
+        while (float_of_half(half + 1) <= scale) ++half;
+        const std::vector<uint16_t> halves(kRowBlock, half);
+        const auto weights = kRowBlock * group / 2, record = int4_record_bytes(group, 4);
+        std::vector<uint8_t> out;
+        for (auto at = packed.begin(); at != packed.end(); at += record) {
+            out.insert(out.end(), at, at + weights);
+            const auto* bytes = reinterpret_cast<const uint8_t*>(halves.data());
+            out.insert(out.end(), bytes, bytes + 2 * kRowBlock);
+        }
+        return out;
+    }
     void append(const std::vector<uint8_t>& data) {
         out_.write(reinterpret_cast<const char*>(data.data()), static_cast<std::streamsize>(data.size()));
         at_ += data.size();
@@ -77,6 +98,7 @@ class ModelFile {
     }
 
     std::ofstream out_;
+    bool halves_;
     std::mt19937 random_{7};
     uint64_t at_ = 0;
 };
@@ -123,7 +145,7 @@ Described write_model(const std::string& path, Kind kind) {
     m.router.n_group = 4;
     m.router.topk_group = 2;
 
-    ModelFile file(path);
+    ModelFile file(path, kind == Kind::gqa);
     const auto floats = [&](const std::string& name, int64_t rows, int64_t cols, float mean, float spread) {
         m.tensors[name] = file.floats(name, rows, cols, mean, spread);
     };

@@ -24,7 +24,7 @@ using colibri::Kernels;
 using colibri::kRowBlock;
 
 // The digest of every scalar output below. It changes when a case or a kernel's definition changes, never with the machine.
-constexpr uint64_t kScalarDigest = 0x4ddf27597a90f529;
+constexpr uint64_t kScalarDigest = 0xd0fe48567ffd52c7;
 
 constexpr float kSentinel = -7777.25f;
 
@@ -89,20 +89,32 @@ std::string label(const char* name, std::initializer_list<int64_t> shape) {
     return text;
 }
 
-void run_products(const Kernels& kernels, Random& random, bool int4, int64_t rows, int64_t cols, int64_t group, int64_t n,
+enum class Weight { int8, int4, int4_f16 };
+
+// A scale in its stored form: float32 near the usual ones, or any finite float16.
+void random_scale(Random& random, Weight weight, uint8_t* to) {
+    if (weight == Weight::int4_f16) {
+        auto half = static_cast<uint16_t>(random.next() >> 48);
+        if ((half & 0x7c00) == 0x7c00) half &= 0xbfff;
+        std::memcpy(to, &half, sizeof half);
+    } else {
+        const float scale = random.uniform(0.02f);
+        std::memcpy(to, &scale, sizeof scale);
+    }
+}
+
+void run_products(const Kernels& kernels, Random& random, Weight weight, int64_t rows, int64_t cols, int64_t group, int64_t n,
                   Recorder& recorder) {
     const int64_t groups = (cols + group - 1) / group, blocks = (rows + kRowBlock - 1) / kRowBlock;
-    const int64_t record = 8 * group + 4 * kRowBlock;
-    const int64_t block_bytes = int4 ? groups * record : 4 * kRowBlock + groups * kRowBlock * group;
+    const bool int4 = weight != Weight::int8;
+    const int64_t scale_bytes = weight == Weight::int4_f16 ? 2 : 4, record = colibri::int4_record_bytes(group, scale_bytes);
+    const int64_t block_bytes = int4 ? groups * record : colibri::int8_block_bytes(groups);
     Bytes w(blocks * block_bytes);
     for (int64_t i = 0; i < w.size(); ++i) w[i] = static_cast<uint8_t>(random.next() >> 56);
     for (int64_t b = 0; b < blocks; ++b) {
         for (int64_t g = 0; g < (int4 ? groups : 1); ++g) {
             uint8_t* scales = w.data() + b * block_bytes + (int4 ? g * record + 8 * group : 0);
-            for (int64_t r = 0; r < kRowBlock; ++r) {
-                const float scale = random.uniform(0.02f);
-                std::memcpy(scales + 4 * r, &scale, sizeof scale);
-            }
+            for (int64_t r = 0; r < kRowBlock; ++r) random_scale(random, weight, scales + scale_bytes * r);
         }
     }
     Exact<int8_t, 1> q(n * groups * group, 99);
@@ -113,12 +125,12 @@ void run_products(const Kernels& kernels, Random& random, bool int4, int64_t row
         kernels.quantize(x.data(), cols, group, q.data() + p * groups * group, scales.data() + p * groups,
                          sums.data() + p * groups);
     }
-    const std::string shape = label(int4 ? "int4" : "int8", {rows, cols, group, n});
+    const std::string shape = label(!int4 ? "int8" : scale_bytes == 2 ? "int4 f16" : "int4", {rows, cols, group, n});
     recorder.add("quantize q, " + shape, q.data(), q.size());
     recorder.add("quantize scales, " + shape, scales.data(), scales.size());
     recorder.add("quantize sums, " + shape, sums.data(), sums.size());
 
-    const auto matmul = int4 ? kernels.matmul_int4 : kernels.matmul_int8;
+    const auto matmul = !int4 ? kernels.matmul_int8 : scale_bytes == 2 ? kernels.matmul_int4_f16 : kernels.matmul_int4;
     const int64_t stride = rows + 3, middle = blocks / 2;
     const colibri::QuantizedActivations x{
         .q = q.data(), .scales = scales.data(), .sums = sums.data(), .n = n, .groups = groups, .group = group};
@@ -142,7 +154,8 @@ void run_products(const Kernels& kernels, Random& random, bool int4, int64_t row
 
     Floats out(kRowBlock * (cols + 1), kSentinel);
     if (int4) {
-        kernels.dequantize_int4_block(w.data(), cols, group, out.data(), cols + 1);
+        (scale_bytes == 2 ? kernels.dequantize_int4_f16_block : kernels.dequantize_int4_block)(w.data(), cols, group, out.data(),
+                                                                                               cols + 1);
         Floats row(cols + 1, kSentinel);
         kernels.dequantize_int4_row(w.data(), scales.data(), cols, group, row.data());
         recorder.add("dequantize row " + shape, row.data(), row.size());
@@ -193,9 +206,9 @@ std::vector<Output> outputs_of(const Kernels& kernels) {
         for (const int64_t n : {int64_t{1}, int64_t{2}, int64_t{3}, int64_t{9}}) {
             for (const int64_t group :
                  {int64_t{8}, int64_t{16}, int64_t{24}, int64_t{48}, int64_t{64}, int64_t{96}, int64_t{256}}) {
-                run_products(kernels, random, true, shape[0], shape[1], group, n, recorder);
+                run_products(kernels, random, Weight::int4, shape[0], shape[1], group, n, recorder);
             }
-            run_products(kernels, random, false, shape[0], shape[1], colibri::kActivationGroup, n, recorder);
+            run_products(kernels, random, Weight::int8, shape[0], shape[1], colibri::kActivationGroup, n, recorder);
         }
     }
     // Many positions: whole and lower tiles of 16, several runs of 16 KiB of weights, several passes of 768 KiB of activations.
@@ -203,11 +216,16 @@ std::vector<Output> outputs_of(const Kernels& kernels) {
                                {16, 1100, 32, 28}, {40, 1300, 48, 19},  {33, 700, 96, 32},  {17, 1000, 192, 33},
                                {20, 1500, 256, 9}, {18, 1200, 136, 20}, {18, 300, 40, 34},  {20, 20000, 64, 37}};
     for (const auto& shape : many) {
-        run_products(kernels, random, true, shape[0], shape[1], shape[2], shape[3], recorder);
-        if (shape[2] == 64) run_products(kernels, random, false, shape[0], shape[1], shape[2], shape[3], recorder);
+        run_products(kernels, random, Weight::int4, shape[0], shape[1], shape[2], shape[3], recorder);
+        if (shape[2] == 64) run_products(kernels, random, Weight::int8, shape[0], shape[1], shape[2], shape[3], recorder);
     }
     for (int64_t n = 0; n <= 70; ++n) run_floats(kernels, random, n, recorder);
     run_floats(kernels, random, 300, recorder);
+    for (const auto& shape : shapes)
+        for (const int64_t group : {int64_t{8}, int64_t{24}, int64_t{64}, int64_t{256}})
+            run_products(kernels, random, Weight::int4_f16, shape[0], shape[1], group, shape[0] % 5 + 1, recorder);
+    for (const auto& shape : many)
+        run_products(kernels, random, Weight::int4_f16, shape[0], shape[1], shape[2], shape[3], recorder);
     return recorder.outputs;
 }
 

@@ -43,6 +43,7 @@ struct Form {
     int bits;
     int64_t group;
     bool rows16;
+    int scale_bytes;
     bool scattered;
 };
 
@@ -71,7 +72,7 @@ class Writer {
 // Scales are random bytes too: the store moves them and never computes with them.
 StoredMatrix write_matrix(Writer& writer, const Form& form, int64_t rows, int64_t cols, const std::string& name,
                           std::vector<uint8_t>& expected) {
-    StoredMatrix m{rows, cols, form.bits, form.group, form.rows16, {}, {}};
+    StoredMatrix m{rows, cols, form.bits, form.group, form.rows16, form.scale_bytes, {}, {}};
     if (form.scattered) writer.pad(30000);
     const std::vector<uint8_t> weights = writer.bytes(static_cast<uint64_t>(stored_weight_bytes(m)));
     const std::vector<uint8_t> scales = writer.bytes(static_cast<uint64_t>(stored_scale_bytes(m)));
@@ -239,11 +240,9 @@ void run_one(const Form& form, const Generated& g, StoreOptions options, bool re
 }
 
 void run(const std::string& path, int walks) {
-    const Form forms[] = {{"rows16 int4", 4, 64, true, false},
-                          {"rows16 int8 scattered", 8, 0, true, true},
-                          {"int4 groups", 4, 48, false, false},
-                          {"int4 rows scattered", 4, 0, false, true},
-                          {"int8 rows", 8, 0, false, false}};
+    const Form forms[] = {{"rows16 int4", 4, 64, true, 4, false},         {"rows16 int4 f16", 4, 64, true, 2, false},
+                          {"rows16 int8 scattered", 8, 0, true, 4, true}, {"int4 groups", 4, 48, false, 4, false},
+                          {"int4 rows scattered", 4, 0, false, 4, true},  {"int8 rows", 8, 0, false, 4, false}};
     std::vector<ReaderKind> readers = {ReaderKind::pread, ReaderKind::uring};
     if (const std::string refusal = uring_refusal(); !refusal.empty()) {
         std::printf("without io_uring: %s\n", refusal.c_str());

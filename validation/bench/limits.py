@@ -22,10 +22,24 @@ from typing import Any
 import click
 from rich.console import Console
 
-from colibri_jax.bench import Measured, Row, Table, bench_cold_decode, bench_io, bench_kernels, bench_prefill, bench_warm_decode
+from colibri_jax.bench import (
+    Measured,
+    Row,
+    Table,
+    bench_cold_decode,
+    bench_io,
+    bench_kernels,
+    bench_prefill,
+    bench_sweep,
+    bench_warm_decode,
+    sweep_panels,
+)
 from colibri_jax.engine.passes import available_isas
+from colibri_jax.plots import draw
 
 RECORD = Path(__file__).parents[1] / "records" / "limits.md"
+PICTURE = RECORD.with_name("sweep.svg")
+SWEPT_TOKENS = 16
 COMPARE: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
 SHOWN = {">=": "at least", "<=": "at most"}
 
@@ -89,6 +103,7 @@ def measure(one: Path, four: Path, *, repeats: int, say: Callable[[str], None]) 
         yield table, [Goal(f"cold decoding, 1 + 1 layers, {'look ahead' if pilot else 'nothing ahead'}: wall / disk", wall, "<=", 1.20)]
 
     yield bench_prefill(one, **common | {"repeats": min(repeats, 5)}), []
+    yield bench_sweep(four, threads=threads, tokens=SWEPT_TOKENS, progress=say), []
 
 
 def _lines(tables: list[Table], goals: list[Goal]) -> Iterator[str]:
@@ -113,7 +128,13 @@ def _lines(tables: list[Table], goals: list[Goal]) -> Iterator[str]:
         yield f"| what | {' | '.join(row.what for row in table.rows)} |"
         yield f"| --- |{' --- |' * len(table.rows)}"
         for name in names:
-            yield f"| {name} | {' | '.join(str(row.figures.get(name, '')) for row in table.rows)} |"
+            yield f"| {name} | {' | '.join(_cell(row.figures.get(name, '')) for row in table.rows)} |"
+    yield ""
+    yield f"![the sweep]({PICTURE.name})"
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _processor() -> str:
@@ -141,6 +162,7 @@ def main(one: Path, four: Path, repeats: int, record: bool, as_json: bool) -> No
                 console.print(f"{goal.what}: {goal.figure}, {SHOWN[goal.relation]} {goal.bound:g}")
     if record:
         RECORD.write_text("\n".join(_lines(tables, goals)) + "\n")
+        draw(PICTURE, tables[-1].title, sweep_panels(tables[-1]))
     if as_json:
         shown = [{"what": g.what, "values": g.figure.values, "relation": g.relation, "bound": g.bound, "reached": g.reached} for g in goals]
         click.echo(json.dumps({"goals": shown, "tables": [table.to_json() for table in tables]}))

@@ -29,7 +29,7 @@ from colibri_jax.container.directory import CONFIG_FILE
 from colibri_jax.container.format import StreamWriter
 from colibri_jax.container.plan import PlannedMatrix, PlannedShard, plan_shards
 from colibri_jax.errors import NoSpaceError, OutputExistsError
-from colibri_jax.quant import DEFAULT_GROUP_SIZE, ROW_BLOCK
+from colibri_jax.quant import DEFAULT_GROUP_SIZE, ROW_BLOCK, SCALE_DTYPES, ScaleType, WeightFormat
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -115,18 +115,19 @@ def experts_used(path: Path, tokens: int = SPREAD_TOKENS) -> list[int]:
     return [selection.union_size for selection in model.selections]
 
 
-def planned(config: dict[str, Any]) -> tuple[PlannedShard, ...]:
+def planned(config: dict[str, Any], scales: ScaleType = "f32") -> tuple[PlannedShard, ...]:
     """The files that `make_model` writes."""
-    return plan_shards(ModelConfig.from_hf(config), "rows16", DEFAULT_GROUP_SIZE, SHARD_BYTES)
+    return plan_shards(ModelConfig.from_hf(config), "rows16", DEFAULT_GROUP_SIZE, SHARD_BYTES, scales=scales)
 
 
-def make_model(target: Path, config: dict[str, Any], seed: int = 0) -> int:
+def make_model(target: Path, config: dict[str, Any], seed: int = 0, scales: ScaleType = "f32") -> int:
     """Write a container of random weights.
 
     Args:
         target: created; must not exist.
         config: as in `config.json`.
         seed: of the weights.
+        scales: of the interleaved int4 matrices.
 
     Returns:
         Bytes of its files.
@@ -135,7 +136,7 @@ def make_model(target: Path, config: dict[str, Any], seed: int = 0) -> int:
         OutputExistsError: there is something at `target`.
         NoSpaceError: the disk would be full afterwards.
     """
-    shards = planned(config)
+    shards = planned(config, scales)
     total = sum(shard.file_bytes for shard in shards)
     if target.exists():
         raise OutputExistsError("output exists", where=str(target), expected="nothing there")
@@ -172,10 +173,9 @@ class _Weights:
         rows, cols = spec.shape
         scale = self._scale(spec.role, cols, fmt.bits)
         if fmt.layout == "rows16":
-            record = 64 + fmt.group_size * ROW_BLOCK // 2 if fmt.bits == 4 else fmt.weight_bytes(ROW_BLOCK, cols)
-            yield self._window(fmt.bits, record, scale, fmt.weight_bytes(rows, cols) // record)
+            yield self._interleaved(fmt, cols, scale, fmt.weight_bytes(rows, cols))
             return
-        yield self._window(fmt.bits, fmt.weight_bytes(1, cols), None, rows)
+        yield self._window((fmt,), fmt.weight_bytes(1, cols), rows)
         yield memoryview(np.full(fmt.scale_count(rows, cols), scale, "<f4")).cast("B")
 
     def _scale(self, role: str, cols: int, bits: int) -> np.float32:
@@ -183,20 +183,26 @@ class _Weights:
         gain = GAIN_SMALLER if role.endswith(SMALLER) else 1.0
         return np.float32(gain / deviation / (1.0 if role == "embed" else cols**0.5))
 
-    def _window(self, bits: int, record: int, scale: np.float32 | None, count: int) -> memoryview:
-        """`count` records that follow each other in a pool; int4 records end with their 16 scales, int8 ones begin with them."""
-        key = (bits, record, scale)
+    def _interleaved(self, fmt: WeightFormat, cols: int, scale: np.float32, nbytes: int) -> memoryview:
+        """A run of records of a pool, all of one scale."""
+        record, scales_at = fmt.rows16_record(cols)
+        scales = (scales_at, np.full(ROW_BLOCK, scale, fmt.scale_dtype).view(np.uint8))
+        return self._window((fmt, scale), record, nbytes // record, scales)
+
+    def _window(self, kind: tuple[Any, ...], record: int, count: int, scales: tuple[slice, Bytes] | None = None) -> memoryview:
+        """`count` records of `record` bytes that follow each other in a pool; `kind` begins with their format."""
+        fmt: WeightFormat = kind[0]
+        key = (*kind, record)
         if key not in self._pools or self._pools[key].shape[0] < count + WINDOWS:
             shape = (count + WINDOWS, record)
-            if bits == 4:
+            if fmt.bits == 4:
                 pool = self._nibbles[self._rng.integers(0, self._nibbles.size, shape, dtype=np.uint8)]
             else:
                 pool = self._rng.integers(1, 256, shape, dtype=np.uint8)  # q + 128, or q itself: -127 … 127 and one -128 less
-                if scale is None:
+                if scales is None:
                     pool[pool == 128] = 127
-            if scale is not None:
-                at = slice(record - 64, record) if bits == 4 else slice(0, 64)
-                pool[:, at] = np.full(ROW_BLOCK, scale, "<f4").view(np.uint8)
+            if scales is not None:
+                pool[:, scales[0]] = scales[1]
             self._pools[key] = pool
         start = int(self._rng.integers(0, WINDOWS))
         return memoryview(self._pools[key][start : start + count]).cast("B")
@@ -222,14 +228,15 @@ class _Weights:
 @click.option("--heads", default=8, show_default=True, help="Attention heads.")
 @click.option("--positions", default=4096, show_default=True, help="Longest context.")
 @click.option("--glm-layers", type=click.IntRange(min=1), help="Instead of all sizes above: MoE layers as GLM-5.2 has them, and one dense.")
+@click.option("--scales", type=click.Choice(list(SCALE_DTYPES)), default="f32", show_default=True, help="Of int4 matrices.")
 @click.option("--seed", default=0, show_default=True)
-def main(out: Path, seed: int, glm_layers: int | None, **sizes: int) -> None:
+def main(out: Path, seed: int, glm_layers: int | None, scales: ScaleType, **sizes: int) -> None:
     """Write a container of random weights to OUT."""
     config = make_config(**sizes) if glm_layers is None else glm_config(glm_layers)
-    total = sum(shard.file_bytes for shard in planned(config))
+    total = sum(shard.file_bytes for shard in planned(config, scales))
     click.echo(f"{out}: {total / 1e9:.2f} GB")
     try:
-        make_model(out, config, seed)
+        make_model(out, config, seed, scales)
     except (NoSpaceError, OutputExistsError) as error:
         raise click.ClickException(str(error)) from error
     if glm_layers is not None:

@@ -82,17 +82,17 @@ class Parts:
 
 @functools.cache
 def bases() -> tuple[Parts, ...]:
-    """Containers that open: tagged ones in both layouts, untagged ones, four families."""
+    """Containers that open: tagged ones in both layouts and with both types of scales, untagged ones, four families."""
     return (
         _container(GLM, "rows16"),
         _container(GLM_MTP, None),
         _container(DEEPSEEK, "row_major"),
-        _container(QWEN, "rows16"),
+        _container(QWEN, "rows16", "f16"),
         _container(MIXTRAL, None),
     )
 
 
-def _container(config: dict[str, Any], layout: Any) -> Parts:
+def _container(config: dict[str, Any], layout: Any, scales: Any = "f32") -> Parts:
     rng = np.random.default_rng(1)
     header: dict[str, Any] = {}
     formats: dict[str, WeightFormat] = {}
@@ -110,7 +110,7 @@ def _container(config: dict[str, Any], layout: Any) -> Parts:
             add(name, "F32", list(spec.shape), floats(int(np.prod(spec.shape))))
             continue
         rows, cols = spec.shape
-        fmt = target_format(spec.storage, layout or "row_major", DEFAULT_GROUP_SIZE)
+        fmt = target_format(spec.storage, layout or "row_major", DEFAULT_GROUP_SIZE, scales)
         count, separate = fmt.weight_bytes(rows, cols), fmt.layout == "row_major"
         # rows16 holds its scales: zeros are finite everywhere.
         add(name, "U8", [count], rng.bytes(count) if separate else bytes(count))

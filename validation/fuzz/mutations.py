@@ -66,6 +66,7 @@ _VALUES: tuple[Any, ...] = (
         "f32",
         "int4_g64",
         "int4_g64_rows16",
+        "int4_g64_rows16_f16",
         "int8_rows",
         "int4_g16",
         "int4_g",

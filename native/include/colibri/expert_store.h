@@ -29,6 +29,7 @@ struct StoredMatrix {
     int bits = 4;
     int64_t group_size = 64;  // 0: one scale per row
     bool rows16 = true;
+    int scale_bytes = 4;  // of one scale; 2 (float16) only with int4 in rows16
     Extent weights;
     Extent scales;  // nbytes 0 where the layout holds its scales inside
 };

@@ -16,6 +16,17 @@ constexpr int kRowBlock = 16;         // rows interleaved in the rows16 layout
 constexpr int kActivationGroup = 64;  // activation group where weight scales are per row
 constexpr int kPartialSums = 16;      // element i of a float dot product goes to partial sum i mod 16
 
+// Bytes of a rows16 matrix (quant.py draws the layout). int4: a record holds one row block's part of a group, then its 16
+// scales, of four bytes (float32) or two (float16). int8: a row block is 16 float32 scales, then its groups.
+// static: files compiled for different instruction sets share no code.
+static constexpr int64_t int4_record_bytes(int64_t group, int64_t scale_bytes) {
+    return kRowBlock * group / 2 + kRowBlock * scale_bytes;
+}
+static constexpr int64_t int8_block_bytes(int64_t groups) { return kRowBlock * 4 + groups * kRowBlock * kActivationGroup; }
+
+// The exact value of a float16 (IEEE 754 binary16); of any NaN, a quiet one.
+float float_of_half(uint16_t half);
+
 // n positions of quantised activations. Groups are padded to `group` elements with q = 0.
 struct QuantizedActivations {
     const int8_t* q = nullptr;      // [n][groups * group]
@@ -37,11 +48,15 @@ struct Kernels {
     // blocks [block_begin, block_end); rows at and past `rows` are not written. `w` points at block 0.
     void (*matmul_int4)(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x,
                         float* y, int64_t y_stride);
+    // The same with float16 scales, each converted exactly.
+    void (*matmul_int4_f16)(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x,
+                            float* y, int64_t y_stride);
     void (*matmul_int8)(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x,
                         float* y, int64_t y_stride);
 
     // float32 values of one row block of a rows16 matrix: out[r * out_stride + i] for i < cols.
     void (*dequantize_int4_block)(const uint8_t* block, int64_t cols, int64_t group, float* out, int64_t out_stride);
+    void (*dequantize_int4_f16_block)(const uint8_t* block, int64_t cols, int64_t group, float* out, int64_t out_stride);
     void (*dequantize_int8_block)(const uint8_t* block, int64_t cols, float* out, int64_t out_stride);
     // float32 values of one row in the row-major layout. group 0: one scale.
     void (*dequantize_int4_row)(const uint8_t* row, const float* scales, int64_t cols, int64_t group, float* out);

@@ -32,7 +32,7 @@ double read_pass(const Kernels& kernels, ThreadPool& pool, const uint8_t* data, 
 
 double product_pass(const Kernels& kernels, ThreadPool& pool, const MatrixView& first, int64_t count, const QuantizedActivations& x,
                     float* y) {
-    const auto kernel = first.bits == 4 ? kernels.matmul_int4 : kernels.matmul_int8;
+    const ProductKernel kernel = product_kernel(kernels, first);
     const int64_t matrix_bytes = first.blocks() * first.block_bytes();
     const auto begin = Clock::now();
     for (int64_t i = 0; i < count; ++i)

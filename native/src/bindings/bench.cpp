@@ -32,15 +32,17 @@ py::tuple read_memory(const std::string& isa, int threads, const py::array& data
     return py::make_tuple(seconds, sum);
 }
 
-double products(const std::string& isa, int threads, int bits, int64_t rows, int64_t cols, int64_t group, int64_t count,
-                const py::array& weights, const py::array& q, const py::array& scales, const py::array& sums, py::array y) {
+double products(const std::string& isa, int threads, int bits, int scale_bytes, int64_t rows, int64_t cols, int64_t group,
+                int64_t count, const py::array& weights, const py::array& q, const py::array& scales, const py::array& sums,
+                py::array y) {
     const Kernels& kernels = kernels_for(isa);
-    if (rows < 1 || cols < 1 || count < 1 || group < 8 || group % 8 || (bits != 4 && (bits != 8 || group != kActivationGroup)))
-        throw Error("ShapeError", "benchmark argument", "rows, cols, count, group, bits",
-                    "1 or more; a multiple of 8 (64 with int8); 4 or 8",
+    if (rows < 1 || cols < 1 || count < 1 || group < 8 || group % 8 || (bits != 4 && (bits != 8 || group != kActivationGroup)) ||
+        (scale_bytes != 4 && (scale_bytes != 2 || bits != 4)))
+        throw Error("ShapeError", "benchmark argument", "rows, cols, count, group, bits, scale_bytes",
+                    "1 or more; a multiple of 8 (64 with int8); 4 or 8; 4, or 2 with int4",
                     std::to_string(rows) + ", " + std::to_string(cols) + ", " + std::to_string(count) + ", " +
-                        std::to_string(group) + ", " + std::to_string(bits));
-    MatrixView first{rows, cols, bits, group, nullptr};
+                        std::to_string(group) + ", " + std::to_string(bits) + ", " + std::to_string(scale_bytes));
+    MatrixView first{rows, cols, bits, group, scale_bytes, nullptr};
     const int64_t groups = first.groups();
     const int64_t n = q.size() / (groups * group);
     first.data = contiguous<uint8_t>(weights, "weights", count * first.blocks() * first.block_bytes());
@@ -65,9 +67,9 @@ void bind_bench(py::module_& module) {
         module.def_submodule("bench", "Timed passes over memory; seconds are measured inside, threads started before.");
     bench.def("read_memory", &read_memory, py::arg("isa"), py::arg("threads"), py::arg("data"),
               "(seconds, exclusive or of all 64-bit words) of one pass over uint8 data.");
-    bench.def("products", &products, py::arg("isa"), py::arg("threads"), py::arg("bits"), py::arg("rows"), py::arg("cols"),
-              py::arg("group"), py::arg("count"), py::arg("weights"), py::arg("q"), py::arg("scales"), py::arg("sums"),
-              py::arg("y"),
+    bench.def("products", &products, py::arg("isa"), py::arg("threads"), py::arg("bits"), py::arg("scale_bytes"), py::arg("rows"),
+              py::arg("cols"), py::arg("group"), py::arg("count"), py::arg("weights"), py::arg("q"), py::arg("scales"),
+              py::arg("sums"), py::arg("y"),
               "Seconds of `count` rows16 matrices in a row, each times the same n positions; y float32 [n, rows] of the last.");
 }
 

@@ -32,6 +32,7 @@ StoredMatrix matrix_from(const py::dict& d) {
     m.bits = d["bits"].cast<int>();
     m.group_size = d["group_size"].cast<int64_t>();
     m.rows16 = d["rows16"].cast<bool>();
+    m.scale_bytes = d["scale_bytes"].cast<int>();
     m.weights = extent_from(d["weights"]);
     m.scales = extent_from(d["scales"]);
     return m;

@@ -29,11 +29,11 @@ Extent extent_from(const py::object& object) {
     return {t[0].cast<int>(), t[1].cast<uint64_t>(), t[2].cast<uint64_t>(), t[3].cast<std::string>()};
 }
 
-// (rows, cols, bits, group size, rows16, weights, scales or None); an extent is (file, offset, bytes, name).
+// (rows, cols, bits, group size, rows16, bytes of a scale, weights, scales or None); an extent is (file, offset, bytes, name).
 StoredMatrix matrix_from(const py::handle& object) {
     const auto t = object.cast<py::tuple>();
-    return {t[0].cast<int64_t>(), t[1].cast<int64_t>(), t[2].cast<int>(), t[3].cast<int64_t>(),
-            t[4].cast<bool>(),    extent_from(t[5]),    extent_from(t[6])};
+    return {t[0].cast<int64_t>(), t[1].cast<int64_t>(), t[2].cast<int>(),  t[3].cast<int64_t>(),
+            t[4].cast<bool>(),    t[5].cast<int>(),     extent_from(t[6]), extent_from(t[7])};
 }
 
 RopeSpec rope_from(const py::dict& d) {

@@ -70,20 +70,27 @@ void quantize(const std::string& isa, const py::array& x, int64_t cols, int64_t 
     }
 }
 
+enum class Weight { int4, int4_f16, int8 };
+
+int64_t block_bytes_of(Weight weight, int64_t groups, int64_t group) {
+    if (weight == Weight::int8) return int8_block_bytes(groups);
+    return groups * int4_record_bytes(group, weight == Weight::int4 ? 4 : 2);
+}
+
 // q [n, groups * group] decides n and groups.
-template <bool kInt4>
+template <Weight kWeight>
 void matmul(const std::string& isa, const py::array& w, int64_t rows, int64_t block_begin, int64_t block_end, int64_t group,
             const py::array& q, const py::array& scales, const py::array& sums, py::array y, int64_t y_stride) {
     const Kernels& kernels = kernels_for(isa);
     check_group(group);
-    require(kInt4 || group == kActivationGroup, "group", "64 with int8 weights", group);
+    require(kWeight != Weight::int8 || group == kActivationGroup, "group", "64 with int8 weights", group);
     require(q.ndim() == 2 && q.shape(1) % group == 0, "q", "two dimensions, whole groups", q.ndim());
     const int64_t n = q.shape(0), groups = q.shape(1) / group, blocks = ceil_div(rows, kRowBlock);
     require(rows >= 0, "rows", "not negative", rows);
     require(0 <= block_begin && block_begin <= block_end && block_end <= blocks, "row blocks", "0 <= begin <= end <= blocks",
             block_end);
     require(n <= 1 || y_stride >= rows, "y_stride", "at least rows", y_stride);
-    const int64_t block_bytes = kInt4 ? groups * (8 * group + 4 * kRowBlock) : 4 * kRowBlock + groups * kRowBlock * group;
+    const int64_t block_bytes = block_bytes_of(kWeight, groups, group);
     require(w.size() == blocks * block_bytes, "w", "the bytes of the whole matrix", w.size());
     const uint8_t* w_data = input<uint8_t>(w, "w", blocks * block_bytes);
     const QuantizedActivations x{.q = input<int8_t>(q, "q", n * groups * group),
@@ -94,25 +101,29 @@ void matmul(const std::string& isa, const py::array& w, int64_t rows, int64_t bl
                                  .group = group};
     float* y_data = output<float>(y, "y", extent(n, y_stride, rows));
     py::gil_scoped_release release;
-    (kInt4 ? kernels.matmul_int4 : kernels.matmul_int8)(w_data, rows, block_begin, block_end, x, y_data, y_stride);
+    const auto kernel = kWeight == Weight::int8       ? kernels.matmul_int8
+                        : kWeight == Weight::int4_f16 ? kernels.matmul_int4_f16
+                                                      : kernels.matmul_int4;
+    kernel(w_data, rows, block_begin, block_end, x, y_data, y_stride);
 }
 
-void dequantize_int4_block(const std::string& isa, const py::array& block, int64_t cols, int64_t group, py::array out,
-                           int64_t out_stride) {
+template <Weight kWeight>
+void dequantize_block(const std::string& isa, const py::array& block, int64_t cols, int64_t group, py::array out,
+                      int64_t out_stride) {
     const Kernels& kernels = kernels_for(isa);
     check_group(group);
     require(cols >= 0, "cols", "not negative", cols);
     require(out_stride >= cols, "out_stride", "at least cols", out_stride);
-    const uint8_t* data = input<uint8_t>(block, "block", ceil_div(cols, group) * (8 * group + 4 * kRowBlock));
-    kernels.dequantize_int4_block(data, cols, group, output<float>(out, "out", extent(kRowBlock, out_stride, cols)), out_stride);
+    const uint8_t* data = input<uint8_t>(block, "block", block_bytes_of(kWeight, ceil_div(cols, group), group));
+    const auto kernel = kWeight == Weight::int4_f16 ? kernels.dequantize_int4_f16_block : kernels.dequantize_int4_block;
+    kernel(data, cols, group, output<float>(out, "out", extent(kRowBlock, out_stride, cols)), out_stride);
 }
 
 void dequantize_int8_block(const std::string& isa, const py::array& block, int64_t cols, py::array out, int64_t out_stride) {
     const Kernels& kernels = kernels_for(isa);
     require(cols >= 0, "cols", "not negative", cols);
     require(out_stride >= cols, "out_stride", "at least cols", out_stride);
-    const int64_t groups = ceil_div(cols, kActivationGroup);
-    const uint8_t* data = input<uint8_t>(block, "block", 4 * kRowBlock + groups * kRowBlock * kActivationGroup);
+    const uint8_t* data = input<uint8_t>(block, "block", int8_block_bytes(ceil_div(cols, kActivationGroup)));
     kernels.dequantize_int8_block(data, cols, output<float>(out, "out", extent(kRowBlock, out_stride, cols)), out_stride);
 }
 
@@ -189,12 +200,17 @@ void bind_kernels(py::module_& module) {
     kernels.def("amx_refusal", &amx_refusal);
     kernels.def("quantize", &quantize, py::arg("isa"), py::arg("x"), py::arg("cols"), py::arg("group"), py::arg("q"),
                 py::arg("scales"), py::arg("sums"));
-    for (const auto& [name, function] : {std::pair{"matmul_int4", &matmul<true>}, std::pair{"matmul_int8", &matmul<false>}}) {
+    for (const auto& [name, function] :
+         {std::pair{"matmul_int4", &matmul<Weight::int4>}, std::pair{"matmul_int4_f16", &matmul<Weight::int4_f16>},
+          std::pair{"matmul_int8", &matmul<Weight::int8>}}) {
         kernels.def(name, function, py::arg("isa"), py::arg("w"), py::arg("rows"), py::arg("block_begin"), py::arg("block_end"),
                     py::arg("group"), py::arg("q"), py::arg("scales"), py::arg("sums"), py::arg("y"), py::arg("y_stride"));
     }
-    kernels.def("dequantize_int4_block", &dequantize_int4_block, py::arg("isa"), py::arg("block"), py::arg("cols"),
-                py::arg("group"), py::arg("out"), py::arg("out_stride"));
+    for (const auto& [name, function] : {std::pair{"dequantize_int4_block", &dequantize_block<Weight::int4>},
+                                         std::pair{"dequantize_int4_f16_block", &dequantize_block<Weight::int4_f16>}}) {
+        kernels.def(name, function, py::arg("isa"), py::arg("block"), py::arg("cols"), py::arg("group"), py::arg("out"),
+                    py::arg("out_stride"));
+    }
     kernels.def("dequantize_int8_block", &dequantize_int8_block, py::arg("isa"), py::arg("block"), py::arg("cols"), py::arg("out"),
                 py::arg("out_stride"));
     kernels.def("dequantize_int4_row", &dequantize_int4_row, py::arg("isa"), py::arg("row"), py::arg("scales"), py::arg("cols"),

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "../huge_pages.h"
 #include "colibri/error.h"
 
 namespace colibri {
@@ -19,6 +20,7 @@ class Arena {
             throw Error("MemoryBudgetError", "memory for the expert cache", "expert store", std::to_string(bytes) + " bytes",
                         "refused");
         memory_ = static_cast<uint8_t*>(memory);
+        want_huge_pages(memory, bytes);
     }
     ~Arena() { ::munmap(memory_, bytes_); }
     Arena(const Arena&) = delete;

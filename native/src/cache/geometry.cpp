@@ -25,7 +25,8 @@ void check_extent(const Extent& extent, int64_t expected, const StoreOptions& op
 }
 
 bool same_form(const StoredMatrix& a, const StoredMatrix& b) {
-    return a.rows == b.rows && a.cols == b.cols && a.bits == b.bits && a.group_size == b.group_size && a.rows16 == b.rows16;
+    return a.rows == b.rows && a.cols == b.cols && a.bits == b.bits && a.group_size == b.group_size && a.rows16 == b.rows16 &&
+           a.scale_bytes == b.scale_bytes;
 }
 
 void check_expert(const StoredExpert& expert, const StoredExpert& first, const StoreOptions& options) {

@@ -8,21 +8,20 @@
 #include <string>
 
 #include "colibri/error.h"
+#include "colibri/kernels.h"
 
 namespace colibri {
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "the layouts are little-endian and are moved as words");
 
-constexpr int64_t kRows = 16;                       // rows of a block
-constexpr int64_t kRowScaleGroup = 64;              // group where scales are per row
 constexpr int64_t kLargestSide = int64_t{1} << 30;  // byte counts of a matrix then fit into int64
 constexpr int64_t kVector = 64;                     // bytes of a vector: 4 of each row
 constexpr std::array<int64_t, 8> kGroupSizes = {16, 32, 48, 64, 96, 128, 192, 256};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int64_t group_of(const StoredMatrix& m) { return m.group_size ? m.group_size : kRowScaleGroup; }
+int64_t group_of(const StoredMatrix& m) { return m.group_size ? m.group_size : kActivationGroup; }
 
 void check(const StoredMatrix& m) {
     const std::string where = m.weights.tensor;
@@ -34,6 +33,9 @@ void check(const StoredMatrix& m) {
                     std::to_string(m.group_size));
     if (m.rows16 && m.bits == 4 && !m.group_size)
         throw Error("UnknownFormatError", "format has no interleaved layout", where, "int4 groups or int8 rows", "int4 rows");
+    if (m.scale_bytes != 4 && (m.scale_bytes != 2 || !m.rows16 || m.bits != 4))
+        throw Error("UnknownFormatError", "unknown width of scales", where, "float32, or float16 with int4 in rows16",
+                    std::to_string(m.scale_bytes) + " bytes");
     if (m.rows < 1 || m.cols < 1)
         throw Error("ShapeError", "empty matrix", where, "rows and columns",
                     std::to_string(m.rows) + " x " + std::to_string(m.cols));
@@ -61,7 +63,7 @@ void scatter_int4(const uint8_t* src, int64_t group, uint8_t* out) {
 }
 
 void scatter_int8(const uint8_t* src, uint8_t* out) {
-    for (int64_t t = 0; t < kRowScaleGroup / 4; ++t, src += 4, out += kVector) {
+    for (int64_t t = 0; t < kActivationGroup / 4; ++t, src += 4, out += kVector) {
         uint32_t word;
         std::memcpy(&word, src, 4);
         word ^= 0x80808080u;
@@ -87,7 +89,7 @@ void scatter_partial(const StoredMatrix& m, const uint8_t* src, int64_t present,
 
 // Scales of one column of `scales` [rows][stride] for the rows of a block.
 void copy_scales(const uint8_t* scales, int64_t stride, int64_t first_row, int64_t rows, uint8_t* out) {
-    for (int64_t r = 0; r < kRows; ++r) {
+    for (int64_t r = 0; r < kRowBlock; ++r) {
         if (first_row + r < rows)
             std::memcpy(out + 4 * r, scales + 4 * (first_row + r) * stride, 4);
         else
@@ -111,23 +113,22 @@ int64_t stored_scale_bytes(const StoredMatrix& m) {
 
 int64_t rows16_bytes(const StoredMatrix& m) {
     check(m);
-    const int64_t blocks = ceil_div(m.rows, kRows), groups = ceil_div(m.cols, group_of(m));
-    if (m.bits == 8) return blocks * (4 * kRows + groups * kRows * kRowScaleGroup);
-    return blocks * groups * (kRows * group_of(m) / 2 + 4 * kRows);
+    const int64_t blocks = ceil_div(m.rows, kRowBlock), groups = ceil_div(m.cols, group_of(m));
+    return blocks * (m.bits == 8 ? int8_block_bytes(groups) : groups * int4_record_bytes(group_of(m), m.scale_bytes));
 }
 
 void repack_rows16(const StoredMatrix& m, const uint8_t* weights, const uint8_t* scales, uint8_t* out) {
     const int64_t group = group_of(m), groups = ceil_div(m.cols, group);
     const int64_t row_bytes = m.bits == 8 ? m.cols : ceil_div(m.cols, 2), group_bytes = m.bits == 8 ? group : group / 2;
-    for (int64_t first = 0; first < m.rows; first += kRows) {
+    for (int64_t first = 0; first < m.rows; first += kRowBlock) {
         if (m.bits == 8) {
             copy_scales(scales, 1, first, m.rows, out);
-            out += 4 * kRows;
+            out += 4 * kRowBlock;
         }
         // A group of all rows is done before the next group: what is written stays in the nearest cache.
         for (int64_t g = 0; g < groups; ++g) {
             const int64_t in_group = std::min(group, m.cols - g * group);
-            for (int64_t r = 0; r < kRows; ++r) {
+            for (int64_t r = 0; r < kRowBlock; ++r) {
                 const int64_t present = first + r < m.rows ? in_group : 0;
                 const uint8_t* src = present ? weights + (first + r) * row_bytes + g * group_bytes : weights;
                 if (present < group)
@@ -137,10 +138,10 @@ void repack_rows16(const StoredMatrix& m, const uint8_t* weights, const uint8_t*
                 else
                     scatter_int4(src, group, out + 4 * r);
             }
-            out += kRows * group_bytes;
+            out += kRowBlock * group_bytes;
             if (m.bits == 4) {
                 copy_scales(m.group_size ? scales + 4 * g : scales, m.group_size ? groups : 1, first, m.rows, out);
-                out += 4 * kRows;
+                out += 4 * kRowBlock;
             }
         }
     }

@@ -37,7 +37,7 @@ Usable usable_tables() {
     Usable usable;
 #ifdef COLIBRI_X86
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2")) {
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
         usable.available.push_back(&avx2::table);
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {

@@ -14,10 +14,13 @@ int64_t quantize(const float* x, int64_t cols, int64_t group, int8_t* q, float* 
 
 void matmul_int4(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x, float* y,
                  int64_t y_stride);
+void matmul_int4_f16(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x,
+                     float* y, int64_t y_stride);
 void matmul_int8(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x, float* y,
                  int64_t y_stride);
 
 void dequantize_int4_block(const uint8_t* block, int64_t cols, int64_t group, float* out, int64_t out_stride);
+void dequantize_int4_f16_block(const uint8_t* block, int64_t cols, int64_t group, float* out, int64_t out_stride);
 void dequantize_int8_block(const uint8_t* block, int64_t cols, float* out, int64_t out_stride);
 void dequantize_int4_row(const uint8_t* row, const float* scales, int64_t cols, int64_t group, float* out);
 void dequantize_int8_row(const int8_t* row, float scale, int64_t cols, float* out);

@@ -37,7 +37,7 @@ int64_t Attention::scratch_floats_per_thread(const ModelSpec& m, int64_t context
     const AttentionSpec& spec = m.attention;
     if (!spec.is_mla()) return spec.heads / spec.gqa().kv_heads * context;
     const MlaSpec& mla = spec.mla();
-    const int64_t mixing = (mla.nope + mla.value) * mla.kv_rank + spec.cache_width() + mla.kv_rank + context;
+    const int64_t mixing = (mla.nope + 1 + kMixedTogether) * mla.kv_rank + spec.cache_width() + context;
     if (!m.indexer.heads) return mixing;
     // Scores and order of the candidates, a head's values and one query; a row of wq_b or wk beside them.
     return mixing + 2 * context + m.indexer.heads + std::max(m.indexer.dim, spec.rope.dim) + std::max(m.width, mla.q_rank);

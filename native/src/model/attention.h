@@ -13,14 +13,18 @@
 
 namespace colibri {
 
+constexpr int64_t kMixedTogether = 32;  // positions for which a dequantised row of values is used
+
 // Working memory of attention that all layers share. MLA uses all of it, GQA what its kind has.
 struct AttentionScratch {
     Activations input, q_latent_input, output_input;
     Buffer<float> normed, q_latent, queries, kv, mixed;
-    Buffer<float> index_queries, index_weights, index_row;
+    Buffer<float> index_queries, index_weights;
     struct PerThread {
-        Buffer<float> head_weights;  // one head of kv_b, dequantised
-        Buffer<float> query, scores, context;
+        Buffer<float> index_row;            // one row of wk or wq_b, dequantised
+        Buffer<float> key_rows, value_row;  // of one head of kv_b, dequantised
+        Buffer<float> query, scores;
+        Buffer<float> contexts;  // of the positions whose values are formed together
     };
     std::vector<PerThread> per_thread;
     Attended attended;  // the choice of the last full layer of this step
@@ -74,6 +78,8 @@ class MlaAttention : public Attention {
   private:
     void mix_head(const Kernels& kernels, AttentionScratch& scratch, AttentionScratch::PerThread& mine, int64_t head, int64_t n,
                   int64_t start) const;
+    void attend(const Kernels& kernels, const AttentionScratch& s, AttentionScratch::PerThread& mine, int64_t head, int64_t p,
+                int64_t start, float* context) const;
 
     const MlaSpec& mla_;
     int64_t qk_;

@@ -7,6 +7,8 @@
 #include <memory>
 #include <new>
 
+#include "../huge_pages.h"
+
 namespace colibri {
 
 template <typename T>
@@ -17,6 +19,7 @@ class Buffer {
         const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
         data_.reset(static_cast<T*>(std::aligned_alloc(64, bytes ? bytes : 64)));
         if (!data_) throw std::bad_alloc();
+        if (bytes >= kHugePage) want_huge_pages(data_.get(), bytes);
     }
 
     T* data() { return data_.get(); }

@@ -41,14 +41,20 @@ void Indexer::step(Products& products, const Rope& rope, AttentionScratch& s, in
     const Kernels& kernels = products.kernels();
     const int64_t dim = spec_.dim, heads = spec_.heads;
     const float* normed = s.normed.data();
-    s.index_row.reserve(std::max(width_, q_rank_));
-    float* row = s.index_row.data();
     std::vector<float> scratch(std::max(dim, rope_dim_));
+    const auto row_of = [&](int thread) {
+        Buffer<float>& row = s.per_thread[thread].index_row;
+        row.reserve(std::max(width_, q_rank_));
+        return row.data();
+    };
 
-    for (int64_t j = 0; j < dim; ++j) {
-        wk_.row(kernels, j, row);
-        for (int64_t p = 0; p < n; ++p) keys_[(start + p) * dim + j] = kernels.dot(row, normed + p * width_, width_);
-    }
+    products.pool().parallel_for(dim, dim * width_ * (4 + n), [&](int64_t begin, int64_t end, int thread) {
+        float* row = row_of(thread);
+        for (int64_t j = begin; j < end; ++j) {
+            wk_.row(kernels, j, row);
+            for (int64_t p = 0; p < n; ++p) keys_[(start + p) * dim + j] = kernels.dot(row, normed + p * width_, width_);
+        }
+    });
     for (int64_t p = 0; p < n; ++p) {
         float* key = keys_.data() + (start + p) * dim;
         kernels.layer_norm(key, k_norm_weight_.f32(), k_norm_bias_.f32(), spec_.eps, dim, key);
@@ -62,11 +68,14 @@ void Indexer::step(Products& products, const Rope& rope, AttentionScratch& s, in
     const int64_t first = std::max<int64_t>(0, spec_.topk - start);
     s.index_queries.reserve(n * heads * dim);
     s.index_weights.reserve(n * heads);
-    for (int64_t r = 0; r < heads * dim; ++r) {
-        wq_b_.row(kernels, r, row);
-        for (int64_t p = first; p < n; ++p)
-            s.index_queries[p * heads * dim + r] = kernels.dot(row, s.q_latent.data() + p * q_rank_, q_rank_);
-    }
+    products.pool().parallel_for(heads * dim, heads * dim * q_rank_ * (4 + n), [&](int64_t begin, int64_t end, int thread) {
+        float* row = row_of(thread);
+        for (int64_t r = begin; r < end; ++r) {
+            wq_b_.row(kernels, r, row);
+            for (int64_t p = first; p < n; ++p)
+                s.index_queries[p * heads * dim + r] = kernels.dot(row, s.q_latent.data() + p * q_rank_, q_rank_);
+        }
+    });
     const float head_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads)));
     products.pool().parallel_for(n - first, (n - first) * (start + n) * heads * dim, [&](int64_t begin, int64_t end, int) {
         Candidates candidates(start + n, heads, std::max(dim, rope_dim_));

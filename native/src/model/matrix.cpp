@@ -10,6 +10,16 @@
 
 namespace colibri {
 
+MatrixView view_of(const StoredMatrix& m, const uint8_t* data) {
+    const int64_t group = m.bits == 4 && m.group_size ? m.group_size : kActivationGroup;
+    return {m.rows, m.cols, m.bits, group, m.scale_bytes, data};
+}
+
+ProductKernel product_kernel(const Kernels& kernels, const MatrixView& w) {
+    if (w.bits == 8) return kernels.matmul_int8;
+    return w.scale_bytes == 2 ? kernels.matmul_int4_f16 : kernels.matmul_int4;
+}
+
 void Activations::set(const float* x, int64_t n, int64_t cols, const char* what, const std::vector<int32_t>* positions) {
     x_ = x;
     n_ = n;
@@ -85,7 +95,7 @@ void Products::multiply(const MatrixView& w, Activations& x, float* y, int64_t y
         return;
     }
     const QuantizedActivations& q = x.quantised(*this, w.group);
-    const auto kernel = w.bits == 4 ? kernels_.matmul_int4 : kernels_.matmul_int8;
+    const ProductKernel kernel = product_kernel(kernels_, w);
     pool_.parallel_for(w.blocks(), w.blocks() * w.block_bytes() * x.n(),
                        [&](int64_t begin, int64_t end, int) { kernel(w.data, w.rows, begin, end, q, y, y_stride); });
 }
@@ -96,10 +106,11 @@ void Products::multiply_float(const MatrixView& w, const Activations& x, float* 
         rows.reserve(kRowBlock * w.cols);
         for (int64_t block = begin; block < end; ++block) {
             const uint8_t* bytes = w.data + block * w.block_bytes();
-            if (w.bits == 4)
-                kernels_.dequantize_int4_block(bytes, w.cols, w.group, rows.data(), w.cols);
-            else
+            if (w.bits == 8)
                 kernels_.dequantize_int8_block(bytes, w.cols, rows.data(), w.cols);
+            else
+                (w.scale_bytes == 2 ? kernels_.dequantize_int4_f16_block : kernels_.dequantize_int4_block)(bytes, w.cols, w.group,
+                                                                                                           rows.data(), w.cols);
             const int64_t first = block * kRowBlock, count = std::min<int64_t>(kRowBlock, w.rows - first);
             for (int64_t p = 0; p < x.n(); ++p)
                 for (int64_t r = 0; r < count; ++r)

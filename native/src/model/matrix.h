@@ -18,14 +18,22 @@ struct MatrixView {
     int64_t rows = 0, cols = 0;
     int bits = 4;
     int64_t group = kActivationGroup;
+    int scale_bytes = 4;
     const uint8_t* data = nullptr;
 
     int64_t groups() const { return (cols + group - 1) / group; }
     int64_t block_bytes() const {
-        return bits == 4 ? groups() * kRowBlock * (group / 2 + 4) : kRowBlock * 4 + groups() * kRowBlock * group;
+        return bits == 4 ? groups() * int4_record_bytes(group, scale_bytes) : int8_block_bytes(groups());
     }
     int64_t blocks() const { return (rows + kRowBlock - 1) / kRowBlock; }
 };
+
+// The view of rows16 bytes of a matrix.
+MatrixView view_of(const StoredMatrix& matrix, const uint8_t* data);
+
+using ProductKernel = decltype(Kernels::matmul_int4);
+// The kernel for the format of a matrix.
+ProductKernel product_kernel(const Kernels& kernels, const MatrixView& w);
 
 // The form in which a dense tensor stays in memory.
 enum class Resident {

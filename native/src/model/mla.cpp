@@ -4,6 +4,7 @@
 // score_HTS = ((q_THN W_kb_HNC) . latent_SC + rope(q)_THR . key_SR) * scale
 // out_THV = (softmax(score)_HTS latent_SC) W_vb_HVC
 // The absorbed form serves every step length, so a position's result does not depend on the length.
+#include <algorithm>
 #include <cstring>
 
 #include "attention.h"
@@ -59,29 +60,42 @@ void MlaAttention::mix(Products& products, AttentionScratch& s, int64_t n, int64
 void MlaAttention::mix_head(const Kernels& kernels, AttentionScratch& s, AttentionScratch::PerThread& mine, int64_t head, int64_t n,
                             int64_t start) const {
     const int64_t latent = mla_.kv_rank, nope = mla_.nope, value = mla_.value, heads = spec_.heads;
-    mine.head_weights.reserve((nope + value) * latent);
+    mine.key_rows.reserve(nope * latent);
+    mine.value_row.reserve(latent);
     mine.query.reserve(cache_width_);
-    mine.context.reserve(latent);
+    mine.contexts.reserve(kMixedTogether * latent);
     mine.scores.reserve(start + n);
-    for (int64_t r = 0; r < nope + value; ++r) kv_b_.row(kernels, head * (nope + value) + r, mine.head_weights.data() + r * latent);
-    const float* key_rows = mine.head_weights.data();
-    const float* value_rows = key_rows + nope * latent;
+    const int64_t first_row = head * (nope + value);
+    for (int64_t r = 0; r < nope; ++r) kv_b_.row(kernels, first_row + r, mine.key_rows.data() + r * latent);
 
-    for (int64_t p = 0; p < n; ++p) {
-        const float* q = s.queries.data() + (p * heads + head) * qk_;
-        kernels.dot_columns(key_rows, latent, nope, latent, q, mine.query.data());
-        std::memcpy(mine.query.data() + latent, q + nope, spec_.rope.dim * sizeof(float));
-
-        const std::vector<int32_t>* chosen = s.attended.empty() || s.attended[p].empty() ? nullptr : &s.attended[p];
-        const int64_t count = chosen ? static_cast<int64_t>(chosen->size()) : start + p + 1;
-        const auto cached = [&](int64_t j) { return cache_.data() + (chosen ? (*chosen)[j] : j) * cache_width_; };
-        for (int64_t j = 0; j < count; ++j) mine.scores[j] = kernels.dot(mine.query.data(), cached(j), cache_width_) * spec_.scale;
-        kernels.softmax(mine.scores.data(), count);
-        std::memset(mine.context.data(), 0, latent * sizeof(float));
-        for (int64_t j = 0; j < count; ++j) kernels.axpy(mine.scores[j], cached(j), latent, mine.context.data());
-        float* out = s.mixed.data() + (p * heads + head) * value;
-        for (int64_t v = 0; v < value; ++v) out[v] = kernels.dot(value_rows + v * latent, mine.context.data(), latent);
+    // Rows of values are used as soon as they are dequantised, while they are in the nearest cache, for several positions.
+    for (int64_t begin = 0; begin < n; begin += kMixedTogether) {
+        const int64_t end = std::min(n, begin + kMixedTogether);
+        for (int64_t p = begin; p < end; ++p) attend(kernels, s, mine, head, p, start, mine.contexts.data() + (p - begin) * latent);
+        for (int64_t v = 0; v < value; ++v) {
+            kv_b_.row(kernels, first_row + nope + v, mine.value_row.data());
+            for (int64_t p = begin; p < end; ++p)
+                s.mixed[(p * heads + head) * value + v] =
+                    kernels.dot(mine.value_row.data(), mine.contexts.data() + (p - begin) * latent, latent);
+        }
     }
+}
+
+// The latent rows that one position of one head attends to, weighted and summed.
+void MlaAttention::attend(const Kernels& kernels, const AttentionScratch& s, AttentionScratch::PerThread& mine, int64_t head,
+                          int64_t p, int64_t start, float* context) const {
+    const int64_t latent = mla_.kv_rank, nope = mla_.nope;
+    const float* q = s.queries.data() + (p * spec_.heads + head) * qk_;
+    kernels.dot_columns(mine.key_rows.data(), latent, nope, latent, q, mine.query.data());
+    std::memcpy(mine.query.data() + latent, q + nope, spec_.rope.dim * sizeof(float));
+
+    const std::vector<int32_t>* chosen = s.attended.empty() || s.attended[p].empty() ? nullptr : &s.attended[p];
+    const int64_t count = chosen ? static_cast<int64_t>(chosen->size()) : start + p + 1;
+    const auto cached = [&](int64_t j) { return cache_.data() + (chosen ? (*chosen)[j] : j) * cache_width_; };
+    for (int64_t j = 0; j < count; ++j) mine.scores[j] = kernels.dot(mine.query.data(), cached(j), cache_width_) * spec_.scale;
+    kernels.softmax(mine.scores.data(), count);
+    std::memset(context, 0, latent * sizeof(float));
+    for (int64_t j = 0; j < count; ++j) kernels.axpy(mine.scores[j], cached(j), latent, context);
 }
 
 }  // namespace colibri

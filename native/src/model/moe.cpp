@@ -174,10 +174,7 @@ void FeedForward::run_experts(MoEContext& context, FeedForwardScratch& s, Expert
         const ExpertLease lease = walk.next();
         context.clock.enter(Phase::experts);
 
-        const auto view = [](const StoredMatrix& m, const uint8_t* data) {
-            return MatrixView{m.rows, m.cols, m.bits, m.bits == 4 && m.group_size ? m.group_size : kActivationGroup, data};
-        };
-        const MlpViews mlp{view(shape.gate, lease.gate()), view(shape.up, lease.up()), view(shape.down, lease.down())};
+        const MlpViews mlp{view_of(shape.gate, lease.gate()), view_of(shape.up, lease.up()), view_of(shape.down, lease.down())};
         // One position alone needs no copy; its quantised form is shared by all of its experts.
         Activations* input = &s.input;
         if (n > 1) {

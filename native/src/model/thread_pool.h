@@ -1,6 +1,7 @@
 // Compute threads that sleep when idle. The split of work changes no result: every item is computed alone.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -21,22 +22,27 @@ class ThreadPool {
 
     int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-    // Calls body(begin, end, thread) over a split of [0, items); thread < threads(). Runs inline where the work (in bytes
-    // or operations, whichever the caller estimates) is too small to be worth waking anybody. Rethrows the first exception.
+    // Calls body(begin, end, thread) over parts of [0, items) until all are done; thread < threads(), and any of them may be
+    // called several times or not at all. Runs inline where the work (in bytes or operations, whichever the caller estimates)
+    // is too small to be worth waking anybody. Rethrows the first exception.
     void parallel_for(int64_t items, int64_t work, const std::function<void(int64_t, int64_t, int)>& body);
 
   private:
     void stop();
     void run(int thread);
-    void run_share(int thread);
+    void work(int thread);
+    bool claim(int64_t* begin, int64_t* end);
 
     std::vector<std::thread> workers_;
-    std::mutex mutex_;
+    std::mutex mutex_;  // guards all but the atomics, which are also read without it
     std::condition_variable wake_, done_;
     const std::function<void(int64_t, int64_t, int)>* body_ = nullptr;
-    int64_t items_ = 0;
-    uint64_t generation_ = 0;
-    int pending_ = 0;
+    int64_t items_ = 0, least_ = 1;
+    std::atomic<int64_t> next_{0};         // the first item that nobody has claimed
+    std::atomic<uint64_t> generation_{0};  // of jobs
+    std::atomic<int> running_{0};          // workers that take part in the job
+    bool open_ = false;                    // workers may still join
+    int sleeping_ = 0;
     bool stop_ = false;
     std::exception_ptr failure_;
 };

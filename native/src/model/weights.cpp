@@ -64,11 +64,6 @@ void check_bytes(const Extent& extent, int64_t expected) {
 
 int64_t weight_bytes(const StoredMatrix& m) { return m.bits == 32 ? m.rows * m.cols * 4 : stored_weight_bytes(m); }
 
-MatrixView shape_of(const StoredMatrix& m) {
-    const int64_t group = m.bits == 4 && m.group_size ? m.group_size : kActivationGroup;
-    return {m.rows, m.cols, m.bits, group, nullptr};
-}
-
 }  // namespace
 
 int64_t Weights::memory_bytes(const StoredMatrix& m, Resident form) {
@@ -139,18 +134,25 @@ void Weights::read_dequantised(const std::vector<std::string>& files) {
 
 void Weights::check_inner_scales(const std::vector<std::string>& files) const {
     const MatrixView matrix = view();
-    const int64_t runs = matrix.blocks() * (matrix.bits == 4 ? matrix.groups() : 1);
-    const int64_t stride = matrix.bits == 4 ? matrix.block_bytes() / matrix.groups() : matrix.block_bytes();
-    const int64_t at = matrix.bits == 4 ? matrix.group / 2 * kRowBlock : 0;
-    for (int64_t i = 0; i < runs; ++i)
-        check_finite(reinterpret_cast<const float*>(matrix.data + i * stride + at), kRowBlock, files, stored_.weights);
+    const bool per_group = matrix.bits == 4;
+    const int64_t runs = matrix.blocks() * (per_group ? matrix.groups() : 1);
+    const int64_t stride = per_group ? int4_record_bytes(matrix.group, matrix.scale_bytes) : matrix.block_bytes();
+    const int64_t at = per_group ? matrix.group / 2 * kRowBlock : 0;
+    for (int64_t i = 0; i < runs; ++i) {
+        float scales[kRowBlock];
+        const uint8_t* bytes = matrix.data + i * stride + at;
+        if (matrix.scale_bytes == 2) {
+            uint16_t halves[kRowBlock];
+            std::memcpy(halves, bytes, sizeof halves);
+            std::transform(halves, halves + kRowBlock, scales, float_of_half);
+        } else {
+            std::memcpy(scales, bytes, sizeof scales);
+        }
+        check_finite(scales, kRowBlock, files, stored_.weights);
+    }
 }
 
-MatrixView Weights::view() const {
-    MatrixView view = shape_of(stored_);
-    view.data = data_.data();
-    return view;
-}
+MatrixView Weights::view() const { return view_of(stored_, data_.data()); }
 
 void Weights::row(const Kernels& kernels, int64_t row, float* out) const {
     const int64_t cols = stored_.cols;

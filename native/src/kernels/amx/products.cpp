@@ -15,6 +15,7 @@
 #include "products.h"
 
 #include "../avx512/lanes.h"
+#include "../avx512/scales.h"
 #include "../parts.h"
 #include "tiles.h"
 
@@ -184,9 +185,10 @@ void run_strip(const Strip& s, Scratch& scratch) {
 }
 
 // A record of a group becomes the rows of its tiles, which are signed, and a scale for every row.
+template <typename Scales>
 struct Int4 {
     static constexpr int64_t header = 0;
-    static int64_t record(int64_t group) { return 8 * group + 4 * kRowBlock; }
+    static int64_t record(int64_t group) { return int4_record_bytes(group, Scales::bytes); }
 
     static void unpack(const uint8_t*, const uint8_t* record, int64_t group, int8_t* weights, float* scales) {
         const __m512i nibble = _mm512_set1_epi8(15), offset = _mm512_set1_epi8(8);
@@ -196,7 +198,7 @@ struct Int4 {
             _mm512_store_si512(weights + 128 * t, _mm512_sub_epi8(low, offset));
             _mm512_store_si512(weights + 128 * t + 64, _mm512_sub_epi8(high, offset));
         }
-        _mm512_store_ps(scales, _mm512_loadu_ps(record + 8 * group));
+        _mm512_store_ps(scales, Scales::all(record + 8 * group));
     }
 };
 
@@ -209,7 +211,7 @@ struct Int8 {
         for (int64_t t = 0; t < group / 4; ++t) {
             _mm512_store_si512(weights + 64 * t, _mm512_xor_si512(_mm512_loadu_si512(record + 64 * t), offset));
         }
-        _mm512_store_ps(scales, _mm512_loadu_ps(block));  // of the whole row
+        _mm512_store_ps(scales, avx512::F32Scales::all(block));  // of the whole row
     }
 };
 
@@ -291,26 +293,33 @@ void matmul(const Shape& shape, const uint8_t* w, int64_t rows, int64_t block_be
     tile_release();
 }
 
+// By tiles, or where they do not pay by the vector kernel.
+template <typename Format>
+void product(decltype(Kernels::matmul_int4) vectors, const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end,
+             const QuantizedActivations& x, float* y, int64_t y_stride) {
+    const Shape shape = shape_of(x.group);
+    if (x.n < kFewestPositions || x.groups == 0 || shape.part == 0) {
+        vectors(w, rows, block_begin, block_end, x, y, y_stride);
+    } else {
+        matmul<Format>(shape, w, rows, block_begin, block_end, x, y, y_stride);
+    }
+}
+
 }  // namespace
 
 void matmul_int4(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x, float* y,
                  int64_t y_stride) {
-    const Shape shape = shape_of(x.group);
-    if (x.n < kFewestPositions || x.groups == 0 || shape.part == 0) {
-        avx512::matmul_int4(w, rows, block_begin, block_end, x, y, y_stride);
-    } else {
-        matmul<Int4>(shape, w, rows, block_begin, block_end, x, y, y_stride);
-    }
+    product<Int4<avx512::F32Scales>>(avx512::matmul_int4, w, rows, block_begin, block_end, x, y, y_stride);
+}
+
+void matmul_int4_f16(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x,
+                     float* y, int64_t y_stride) {
+    product<Int4<avx512::F16Scales>>(avx512::matmul_int4_f16, w, rows, block_begin, block_end, x, y, y_stride);
 }
 
 void matmul_int8(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x, float* y,
                  int64_t y_stride) {
-    const Shape shape = shape_of(x.group);
-    if (x.n < kFewestPositions || x.groups == 0 || shape.part == 0) {
-        avx512::matmul_int8(w, rows, block_begin, block_end, x, y, y_stride);
-    } else {
-        matmul<Int8>(shape, w, rows, block_begin, block_end, x, y, y_stride);
-    }
+    product<Int8>(avx512::matmul_int8, w, rows, block_begin, block_end, x, y, y_stride);
 }
 
 }  // namespace colibri::COLIBRI_AMX

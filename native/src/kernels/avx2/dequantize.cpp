@@ -2,6 +2,7 @@
 #define COLIBRI_ISA avx2
 #include "../parts.h"
 #include "lanes.h"
+#include "scales.h"
 
 namespace colibri::avx2 {
 
@@ -9,12 +10,6 @@ namespace {
 
 inline int32_t load32(const void* bytes) {
     int32_t value;
-    __builtin_memcpy(&value, bytes, sizeof value);
-    return value;
-}
-
-inline float load_float(const uint8_t* bytes) {
-    float value;
     __builtin_memcpy(&value, bytes, sizeof value);
     return value;
 }
@@ -41,13 +36,13 @@ void int4_run(const uint8_t* row, float scale, int64_t begin, int64_t end, float
     for (; i < end; ++i) out[i] = nibble_value(row, i, scale);
 }
 
-}  // namespace
-
-void dequantize_int4_block(const uint8_t* block, int64_t cols, int64_t group, float* out, int64_t out_stride) {
+template <typename Scales>
+void int4_values(const uint8_t* block, int64_t cols, int64_t group, float* out, int64_t out_stride) {
     const __m128i nibble = _mm_set1_epi8(15);
-    for (int64_t begin = 0; begin < cols; begin += group, block += 8 * group + 4 * kRowBlock) {
+    const int64_t record_bytes = int4_record_bytes(group, Scales::bytes);
+    for (int64_t begin = 0; begin < cols; begin += group, block += record_bytes) {
         for (int64_t row = 0; row < kRowBlock; ++row) {
-            const float scale = load_float(block + 8 * group + 4 * row);
+            const float scale = Scales::at(block + 8 * group, row);
             for (int64_t i = 0; i < group && begin + i < cols; i += 8) {
                 const __m128i pairs = _mm_cvtsi32_si128(load32(block + 8 * i + 4 * row));
                 const __m128i low = _mm_and_si128(pairs, nibble), high = _mm_and_si128(_mm_srli_epi16(pairs, 4), nibble);
@@ -57,10 +52,20 @@ void dequantize_int4_block(const uint8_t* block, int64_t cols, int64_t group, fl
     }
 }
 
+}  // namespace
+
+void dequantize_int4_block(const uint8_t* block, int64_t cols, int64_t group, float* out, int64_t out_stride) {
+    int4_values<F32Scales>(block, cols, group, out, out_stride);
+}
+
+void dequantize_int4_f16_block(const uint8_t* block, int64_t cols, int64_t group, float* out, int64_t out_stride) {
+    int4_values<F16Scales>(block, cols, group, out, out_stride);
+}
+
 void dequantize_int8_block(const uint8_t* block, int64_t cols, float* out, int64_t out_stride) {
     const uint8_t* weights = block + 4 * kRowBlock;
     for (int64_t row = 0; row < kRowBlock; ++row) {
-        const float scale = load_float(block + 4 * row);
+        const float scale = F32Scales::at(block, row);
         for (int64_t i = 0; i < cols; i += 8) {
             // A block holds whole groups of 64 inputs, so both vectors exist.
             const uint8_t* bytes = weights + 16 * i + 4 * row;

@@ -3,14 +3,13 @@
 #define COLIBRI_ISA avx2
 #include "../parts.h"
 #include "lanes.h"
+#include "scales.h"
 
 namespace colibri::avx2 {
 
 namespace {
 
 constexpr int64_t kPrefetchBytes = 4608;  // how far ahead of the product the weights are fetched
-
-inline const float* floats_at(const uint8_t* bytes) { return reinterpret_cast<const float*>(bytes); }
 
 inline __m256i load256(const void* bytes) { return _mm256_loadu_si256(static_cast<const __m256i*>(bytes)); }
 
@@ -33,7 +32,7 @@ inline void store_rows(float* y, __m256 low, __m256 high, int64_t rows) {
 }
 
 // One row block times positions [p, p + P).
-template <int P>
+template <typename Scales, int P>
 void int4_block(const uint8_t* block, const QuantizedActivations& x, int64_t p, int64_t rows, float* y, int64_t y_stride) {
     const int64_t vectors = x.group / 8;
     const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
@@ -72,8 +71,8 @@ void int4_block(const uint8_t* block, const QuantizedActivations& x, int64_t p, 
         }
         block += 64 * vectors;
         prefetch(block);
-        const __m256 scale_low = _mm256_loadu_ps(floats_at(block)), scale_high = _mm256_loadu_ps(floats_at(block) + 8);
-        block += 4 * kRowBlock;
+        const __m256 scale_low = Scales::eight(block, 0), scale_high = Scales::eight(block, 1);
+        block += Scales::bytes * kRowBlock;
         for (int i = 0; i < P; ++i) {
             const float scale_x = x.scales[(p + i) * x.groups + g];
             acc[i][0] = add_group(acc[i][0], isum[i][0], scale_low, scale_x);
@@ -87,7 +86,7 @@ void int4_block(const uint8_t* block, const QuantizedActivations& x, int64_t p, 
 template <int P>
 void int8_block(const uint8_t* block, const QuantizedActivations& x, int64_t p, int64_t rows, float* y, int64_t y_stride) {
     const int64_t vectors = x.group / 4;
-    const __m256 scale_low = _mm256_loadu_ps(floats_at(block)), scale_high = _mm256_loadu_ps(floats_at(block) + 8);
+    const __m256 scale_low = F32Scales::eight(block, 0), scale_high = F32Scales::eight(block, 1);
     block += 4 * kRowBlock;
     __m256 acc[P][2];
     for (int i = 0; i < P; ++i) acc[i][0] = acc[i][1] = _mm256_setzero_ps();
@@ -124,6 +123,18 @@ void int8_block(const uint8_t* block, const QuantizedActivations& x, int64_t p, 
         }
     }
     for (int i = 0; i < P; ++i) store_rows(y + (p + i) * y_stride, acc[i][0], acc[i][1], rows);
+}
+
+template <typename Scales>
+void int4_product(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x, float* y,
+                  int64_t y_stride) {
+    const int64_t block_bytes = x.groups * int4_record_bytes(x.group, Scales::bytes);
+    for (int64_t b = block_begin; b < block_end; ++b) {
+        const uint8_t* block = w + b * block_bytes;
+        int64_t p = 0;
+        for (; p + 2 <= x.n; p += 2) int4_block<Scales, 2>(block, x, p, rows - b * kRowBlock, y + b * kRowBlock, y_stride);
+        if (p < x.n) int4_block<Scales, 1>(block, x, p, rows - b * kRowBlock, y + b * kRowBlock, y_stride);
+    }
 }
 
 }  // namespace
@@ -170,17 +181,17 @@ int64_t quantize(const float* x, int64_t cols, int64_t group, int8_t* q, float* 
 
 void matmul_int4(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x, float* y,
                  int64_t y_stride) {
-    const int64_t block_bytes = x.groups * (8 * x.group + 4 * kRowBlock);
-    for (int64_t b = block_begin; b < block_end; ++b) {
-        int64_t p = 0;
-        for (; p + 2 <= x.n; p += 2) int4_block<2>(w + b * block_bytes, x, p, rows - b * kRowBlock, y + b * kRowBlock, y_stride);
-        if (p < x.n) int4_block<1>(w + b * block_bytes, x, p, rows - b * kRowBlock, y + b * kRowBlock, y_stride);
-    }
+    int4_product<F32Scales>(w, rows, block_begin, block_end, x, y, y_stride);
+}
+
+void matmul_int4_f16(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x,
+                     float* y, int64_t y_stride) {
+    int4_product<F16Scales>(w, rows, block_begin, block_end, x, y, y_stride);
 }
 
 void matmul_int8(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x, float* y,
                  int64_t y_stride) {
-    const int64_t block_bytes = 4 * kRowBlock + x.groups * kRowBlock * x.group;
+    const int64_t block_bytes = int8_block_bytes(x.groups);
     for (int64_t b = block_begin; b < block_end; ++b) {
         int64_t p = 0;
         for (; p + 2 <= x.n; p += 2) int8_block<2>(w + b * block_bytes, x, p, rows - b * kRowBlock, y + b * kRowBlock, y_stride);

@@ -2,6 +2,7 @@
 #define COLIBRI_ISA avx512
 #include "../parts.h"
 #include "lanes.h"
+#include "scales.h"
 
 namespace colibri::avx512 {
 
@@ -9,12 +10,6 @@ namespace {
 
 inline int32_t load32(const void* bytes) {
     int32_t value;
-    __builtin_memcpy(&value, bytes, sizeof value);
-    return value;
-}
-
-inline float load_float(const uint8_t* bytes) {
-    float value;
     __builtin_memcpy(&value, bytes, sizeof value);
     return value;
 }
@@ -29,26 +24,27 @@ inline float nibble_value(const uint8_t* row, int64_t i, float scale) {
     return static_cast<float>((i % 2 == 0 ? row[i / 2] & 15 : row[i / 2] >> 4) - 8) * scale;
 }
 
-// Row-major nibbles of [begin, end), begin even, with one scale.
+// Row-major nibbles of [begin, end), begin even, with one scale: sixteen values are all that there are.
 void int4_run(const uint8_t* row, float scale, int64_t begin, int64_t end, float* out) {
     const __m128i nibble = _mm_set1_epi8(15);
+    const __m512 values = scaled(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 8, scale);
     int64_t i = begin;
     for (; i + 16 <= end; i += 16) {
         const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + i / 2));
         const __m128i low = _mm_and_si128(pairs, nibble), high = _mm_and_si128(_mm_srli_epi16(pairs, 4), nibble);
-        _mm512_storeu_ps(out + i, scaled(_mm_unpacklo_epi8(low, high), 8, scale));
+        _mm512_storeu_ps(out + i, _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)), values));
     }
     for (; i < end; ++i) out[i] = nibble_value(row, i, scale);
 }
 
-}  // namespace
-
-void dequantize_int4_block(const uint8_t* block, int64_t cols, int64_t group, float* out, int64_t out_stride) {
+template <typename Scales>
+void int4_values(const uint8_t* block, int64_t cols, int64_t group, float* out, int64_t out_stride) {
     const __m128i nibble = _mm_set1_epi8(15);
-    for (int64_t begin = 0; begin < cols; begin += group, block += 8 * group + 4 * kRowBlock) {
+    const int64_t record_bytes = int4_record_bytes(group, Scales::bytes);
+    for (int64_t begin = 0; begin < cols; begin += group, block += record_bytes) {
         const int64_t count = cols - begin < group ? cols - begin : group;
         for (int64_t row = 0; row < kRowBlock; ++row) {
-            const float scale = load_float(block + 8 * group + 4 * row);
+            const float scale = Scales::at(block + 8 * group, row);
             for (int64_t i = 0; i < count; i += 16) {
                 const uint8_t* first = block + 8 * i + 4 * row;
                 const int32_t second = i + 8 < group ? load32(first + 64) : 0;
@@ -60,10 +56,20 @@ void dequantize_int4_block(const uint8_t* block, int64_t cols, int64_t group, fl
     }
 }
 
+}  // namespace
+
+void dequantize_int4_block(const uint8_t* block, int64_t cols, int64_t group, float* out, int64_t out_stride) {
+    int4_values<F32Scales>(block, cols, group, out, out_stride);
+}
+
+void dequantize_int4_f16_block(const uint8_t* block, int64_t cols, int64_t group, float* out, int64_t out_stride) {
+    int4_values<F16Scales>(block, cols, group, out, out_stride);
+}
+
 void dequantize_int8_block(const uint8_t* block, int64_t cols, float* out, int64_t out_stride) {
     const uint8_t* weights = block + 4 * kRowBlock;
     for (int64_t row = 0; row < kRowBlock; ++row) {
-        const float scale = load_float(block + 4 * row);
+        const float scale = F32Scales::at(block, row);
         for (int64_t i = 0; i < cols; i += 16) {
             // A block holds whole groups of 64 inputs, so all four vectors exist.
             const uint8_t* bytes = weights + 16 * i + 4 * row;

@@ -3,6 +3,7 @@
 #define COLIBRI_ISA avx512
 #include "../parts.h"
 #include "lanes.h"
+#include "scales.h"
 
 namespace colibri::avx512 {
 
@@ -11,8 +12,6 @@ namespace {
 constexpr int64_t kPrefetchBytes = 4608;  // how far ahead of the product the weights are fetched
 
 inline __m512i load512(const uint8_t* bytes) { return _mm512_loadu_si512(bytes); }
-
-inline __m512 load_scales(const uint8_t* bytes) { return _mm512_loadu_ps(reinterpret_cast<const float*>(bytes)); }
 
 inline void prefetch(const uint8_t* address) { _mm_prefetch(reinterpret_cast<const char*>(address) + kPrefetchBytes, _MM_HINT_T0); }
 
@@ -29,7 +28,7 @@ inline __m512 add_group(__m512 acc, __m512i isum, __m512 scale_w, float scale_x)
 }
 
 // One row block times positions [p, p + P).
-template <int P>
+template <typename Scales, int P>
 void int4_block(const uint8_t* block, const QuantizedActivations& x, int64_t p, int64_t rows, float* y, int64_t y_stride) {
     const int64_t vectors = x.group / 8;
     const __m512i nibble = _mm512_set1_epi8(15);
@@ -37,10 +36,12 @@ void int4_block(const uint8_t* block, const QuantizedActivations& x, int64_t p, 
     for (int i = 0; i < P; ++i) acc[i] = _mm512_setzero_ps();
     for (int64_t g = 0; g < x.groups; ++g) {
         const int8_t* q[P];
-        __m512i isum[P];
+        // Two sums each: with few positions a chain of additions to one would take longer than memory does.
+        __m512i isum[P], more[P];
         for (int i = 0; i < P; ++i) {
             q[i] = x.q + ((p + i) * x.groups + g) * x.group;
             isum[i] = _mm512_set1_epi32(-8 * x.sums[(p + i) * x.groups + g]);
+            more[i] = _mm512_setzero_si512();
         }
         for (int64_t t = 0; t < vectors; ++t) {
             prefetch(block + 64 * t);
@@ -49,14 +50,15 @@ void int4_block(const uint8_t* block, const QuantizedActivations& x, int64_t p, 
             const __m512i high = _mm512_and_si512(_mm512_srli_epi16(pair, 4), nibble);
             for (int i = 0; i < P; ++i) {
                 isum[i] = _mm512_dpbusd_epi32(isum[i], low, broadcast(q[i] + 8 * t));
-                isum[i] = _mm512_dpbusd_epi32(isum[i], high, broadcast(q[i] + 8 * t + 4));
+                more[i] = _mm512_dpbusd_epi32(more[i], high, broadcast(q[i] + 8 * t + 4));
             }
         }
         block += 64 * vectors;
         prefetch(block);
-        const __m512 scale_w = load_scales(block);
-        block += 4 * kRowBlock;
-        for (int i = 0; i < P; ++i) acc[i] = add_group(acc[i], isum[i], scale_w, x.scales[(p + i) * x.groups + g]);
+        const __m512 scale_w = Scales::all(block);
+        block += Scales::bytes * kRowBlock;
+        for (int i = 0; i < P; ++i)
+            acc[i] = add_group(acc[i], _mm512_add_epi32(isum[i], more[i]), scale_w, x.scales[(p + i) * x.groups + g]);
     }
     for (int i = 0; i < P; ++i) store(y + (p + i) * y_stride, rows, acc[i]);
 }
@@ -64,7 +66,7 @@ void int4_block(const uint8_t* block, const QuantizedActivations& x, int64_t p, 
 template <int P>
 void int8_block(const uint8_t* block, const QuantizedActivations& x, int64_t p, int64_t rows, float* y, int64_t y_stride) {
     const int64_t vectors = x.group / 4;
-    const __m512 scale_w = load_scales(block);
+    const __m512 scale_w = F32Scales::all(block);
     block += 4 * kRowBlock;
     __m512 acc[P];
     for (int i = 0; i < P; ++i) acc[i] = _mm512_setzero_ps();
@@ -101,6 +103,14 @@ void matmul(const BlockKernel (&kernels)[4], const uint8_t* w, int64_t block_byt
     }
 }
 
+template <typename Scales>
+void int4_product(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x, float* y,
+                  int64_t y_stride) {
+    static constexpr BlockKernel kernels[4] = {int4_block<Scales, 1>, int4_block<Scales, 2>, int4_block<Scales, 4>,
+                                               int4_block<Scales, 8>};
+    matmul(kernels, w, x.groups * int4_record_bytes(x.group, Scales::bytes), rows, block_begin, block_end, x, y, y_stride);
+}
+
 }  // namespace
 
 int64_t quantize(const float* x, int64_t cols, int64_t group, int8_t* q, float* scales, int32_t* sums) {
@@ -135,14 +145,18 @@ int64_t quantize(const float* x, int64_t cols, int64_t group, int8_t* q, float* 
 
 void matmul_int4(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x, float* y,
                  int64_t y_stride) {
-    static constexpr BlockKernel kernels[4] = {int4_block<1>, int4_block<2>, int4_block<4>, int4_block<8>};
-    matmul(kernels, w, x.groups * (8 * x.group + 4 * kRowBlock), rows, block_begin, block_end, x, y, y_stride);
+    int4_product<F32Scales>(w, rows, block_begin, block_end, x, y, y_stride);
+}
+
+void matmul_int4_f16(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x,
+                     float* y, int64_t y_stride) {
+    int4_product<F16Scales>(w, rows, block_begin, block_end, x, y, y_stride);
 }
 
 void matmul_int8(const uint8_t* w, int64_t rows, int64_t block_begin, int64_t block_end, const QuantizedActivations& x, float* y,
                  int64_t y_stride) {
     static constexpr BlockKernel kernels[4] = {int8_block<1>, int8_block<2>, int8_block<4>, int8_block<8>};
-    matmul(kernels, w, 4 * kRowBlock + x.groups * kRowBlock * x.group, rows, block_begin, block_end, x, y, y_stride);
+    matmul(kernels, w, int8_block_bytes(x.groups), rows, block_begin, block_end, x, y, y_stride);
 }
 
 }  // namespace colibri::avx512
