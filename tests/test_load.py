@@ -71,9 +71,9 @@ def test_a_checkpoint_is_computed_in_full_precision_by_default(directories: tupl
     assert 1e-3 < error < 1.0  # int4 is not full precision, and no noise either
 
 
-@pytest.mark.parametrize("option", ["cache_experts", "ram_bytes", "threads", "io", "reader", "isa"])
+@pytest.mark.parametrize("option", ["cache_experts", "ram_bytes", "threads", "io", "reader", "cache_policy", "isa"])
 def test_options_of_the_engine_are_refused_by_the_reference(option: str, directories: tuple[Path, Path]) -> None:
-    value = {"io": "direct", "reader": "pread", "isa": "scalar"}.get(option, 4)
+    value = {"io": "direct", "reader": "pread", "cache_policy": "lru", "isa": "scalar"}.get(option, 4)
     with pytest.raises(errors.OptionError, match=option):
         colibri_jax.load(directories[0], backend="reference", **{option: value})
 

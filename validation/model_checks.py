@@ -284,7 +284,7 @@ def check_rewound(subject: Subject, run: Run, findings: Findings) -> Iterator[st
 
 
 def check_setup(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
-    """Cache size, threads, instruction set and reader change no bit."""
+    """Cache size and policy, threads, instruction set and reader change no bit."""
     if answers(subject.native(run), run.steps) != answers(subject.native(run, setup=run.other_setup), run.steps):
         yield f"logits depend on the setup: {run.setup}, {run.other_setup}"
 
