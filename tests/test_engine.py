@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 from engine_models import EVEN, ODD, Step, bits, random_tokens, run, usual_steps
 from readers import NAMES, USABLE
+from threads import TASKS, readable, settled
 
 import colibri_jax
 from colibri_jax import RoutingOptions, _native
@@ -188,6 +189,18 @@ def test_cache_reader_threads_and_kernels_change_no_bit(
                 assert model.stats.cache_experts_per_layer == min(cache, CONFIGS[name]["n_routed_experts"])
                 assert model.stats.reader.startswith("buffered (" if io == "buffered" else ("direct", "buffered ("))
                 assert model.stats.reader.endswith(f", {NAMES[reader]}")
+
+
+def test_compute_threads_sleep_when_there_is_nothing_to_do(containers: dict[str, Path]) -> None:
+    before = set(TASKS.iterdir())
+    model = native(containers["odd"], threads=3, reader="pread")
+    mine = set(TASKS.iterdir()) - before
+    assert len(mine) == 2 + 2  # that compute beside the caller, and that read
+    if not readable(next(iter(mine)) / "syscall"):
+        pytest.skip("the kernel does not tell what threads wait for")
+    for _ in range(3):
+        model.forward(random_tokens(ODD, 16), scope="prefill")
+        assert {settled(thread / "syscall")[0] for thread in mine} == {"202"}  # futex: until they are woken
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from expert_files import write_experts
 from readers import NAMES, READERS, REFUSAL
+from threads import TASKS, readable, settled
 
 from colibri_jax import _native
 from colibri_jax.engine.options import EngineOptions
@@ -121,26 +122,6 @@ def test_the_thread_of_an_idle_ring_sleeps_until_something_comes(tmp_path: Path)
             walk.next().release()
         walk.close()
         assert settled(thread)[:6] == ["426", settled(thread)[1], "0x0", "0x1", "0x1", "0x0"]  # io_uring_enter: wait for one, no time limit
-
-
-TASKS = Path("/proc/self/task")
-
-
-def readable(path: Path) -> bool:
-    try:
-        path.read_text()
-    except OSError:
-        return False
-    return True
-
-
-def settled(thread: Path) -> list[str]:
-    """The system call that a thread is blocked in, and its arguments; one that never blocks has none."""
-    for _ in range(1_000_000):
-        if not (told := thread.read_text()).startswith("running"):
-            break
-        os.sched_yield()
-    return told.split()
 
 
 # ---- a kernel that refuses ---------------------------------------------------------------------------------------------
