@@ -179,7 +179,13 @@ int stress(ExpertStore& store, FaultyReads& faults, const Generated& g, int walk
         ids.resize(random() % (kExperts + 1));
         const size_t taken = random() % 4 ? ids.size() : random() % (ids.size() + 1);
         disturb(faults, g.options.experts[static_cast<size_t>(layer)][random() % kExperts], random);
+        const auto announce = [&] {
+            std::vector<int32_t> likely(ids.begin(), ids.begin() + static_cast<int64_t>(random() % (ids.size() + 1)));
+            store.announce(static_cast<int>(random() % kLayers), likely);
+        };
+        if (random() % 4 == 0) announce();
         auto walk = std::make_unique<ExpertStore::Walk>(store.walk(layer, ids));
+        if (random() % 2) announce();
         for (size_t k = 0; k < taken; ++k) {
             try {
                 held.push_back({layer, ids[k], walk->next()});
@@ -222,6 +228,7 @@ void run_one(const Form& form, const Generated& g, StoreOptions options, bool re
     using Kind = ReadFault::Kind;
     const auto cache_experts = static_cast<int>(options.cache_experts);
     options.io_threads = 1 + cache_experts % 4;
+    options.prefetch_experts = cache_experts % 4;
     if (cache_experts == 5) options.pinned = {{0, 7}, {}, {4}};
     const uint64_t middle = g.options.experts[1][4].up.weights.offset + 4096;
     const auto faults = std::make_shared<FaultyReads>(
@@ -232,6 +239,7 @@ void run_one(const Form& form, const Generated& g, StoreOptions options, bool re
     ExpertStore store(options);
     const int failures = stress(store, *faults, g, walks, static_cast<uint64_t>(cache_experts));
     const StoreCounters c = store.counters();
+    if ((c.prefetch_useful_bytes > 0) != (options.prefetch_experts > 0)) fail("no announced expert was ever of use");
     if (c.hits + c.misses == 0 || c.useful_bytes < c.misses * static_cast<uint64_t>(store.expert_file_bytes()))
         fail("counters that contradict each other");
     std::printf("%-22s %-50s cache %2d, %-8s, reversed %d: %llu hits, %llu misses, %d failed reads\n", form.name,
