@@ -280,7 +280,7 @@ void run(const std::string& path, int walks) {
 }  // namespace colibri
 
 int main(int argc, char** argv) {
-    const int walks = argc > 1 ? std::atoi(argv[1]) : 60;
+    const int walks = argc > 1 ? std::atoi(argv[1]) : 120;
     const std::string path = std::string(argc > 2 ? argv[2] : ".") + "/store_stress-" + std::to_string(getpid()) + ".bin";
     try {
         colibri::run(path, walks);
