@@ -32,6 +32,7 @@ def load(
     context_positions: int | None = None,
     cache_experts: int | None = None,
     ram_bytes: int | None = None,
+    cache_policy: Literal["step_lfu", "lru"] | None = None,
     threads: int | None = None,
     io_threads: int | None = None,
     io: Literal["direct", "buffered"] | None = None,
@@ -54,8 +55,8 @@ def load(
         budget_scopes: any of "prefill", "decode", "verify".
         context_positions: positions of the KV cache.
         cache_experts, ram_bytes: size of the native expert cache, per MoE layer or by a bound on all memory; not both.
-        threads, io_threads, io, reader, pipe, pilot, pinned, isa: how the native engine runs, see `engine.options.EngineOptions`;
-            they change no bit of its output.
+        cache_policy, threads, io_threads, io, reader, pipe, pilot, pinned, isa: how the native engine runs, see
+            `engine.options.EngineOptions`; they change no bit of its output.
         mtp: load the MTP block, for drafts; the reference has it in any case unless `residency` is "layer".
         group_size: of an untagged int4 container whose byte counts fit several.
         residency: "layer" (reference) holds one layer at a time, without its experts, and reads everything as it is needed: slow, and
@@ -75,6 +76,7 @@ def load(
     native_only = {
         "cache_experts": cache_experts,
         "ram_bytes": ram_bytes,
+        "cache_policy": cache_policy,
         "threads": threads,
         "io_threads": io_threads,
         "io": io,

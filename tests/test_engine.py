@@ -178,8 +178,10 @@ def test_cache_reader_threads_and_kernels_change_no_bit(
             for threads in (1, 2):
                 reader = USABLE[-threads]  # each with either way of opening files
                 ahead = {"pipe": cache > 1 or threads > 1, "pilot": (cache > 1) != (threads > 1)}
-                model = native(containers[name], cache_experts=cache, io=io, reader=reader, threads=threads, isa=isa, **ahead)
-                assert [bits(x) for x in run(model, usual_steps(CONFIGS[name]))] == expected[name], (cache, io, reader, threads, ahead)
+                policy = "lru" if (cache == 8) != (io == "direct") else "step_lfu"
+                options = {"cache_policy": policy, "io": io, "reader": reader, "threads": threads, "isa": isa, **ahead}
+                model = native(containers[name], cache_experts=cache, **options)
+                assert [bits(x) for x in run(model, usual_steps(CONFIGS[name]))] == expected[name], (cache, options)
                 assert (model.stats.total.foreseeable_experts > 0) == ahead["pilot"]
                 assert model.stats.isa == isa
                 assert model.stats.threads == threads
@@ -284,7 +286,7 @@ def test_gate_and_up_may_differ_in_format(tmp_path: Path) -> None:
 def test_statistics_count_what_happened(containers: dict[str, Path]) -> None:
     """Hits and misses are the distinct experts after the cut; reads that the cut avoided are those of experts not in memory."""
     routing = RoutingOptions(budget=5)
-    model = native(containers["odd"], cache_experts=1, routing=routing, budget_scopes=("verify",))
+    model = native(containers["odd"], cache_experts=1, cache_policy="lru", routing=routing, budget_scopes=("verify",))
     defining = reference(containers["odd"])
     routers = [defining.router(layer) for layer in model.config.moe_layers]
     model.set_trace(True)

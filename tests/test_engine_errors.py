@@ -281,6 +281,7 @@ def test_rewinding_too_far_is_an_error(sound: Path) -> None:
         ({"precision": "full"}, "precision"),
         ({"io": "telepathy"}, "io"),
         ({"reader": "telepathy"}, "reader"),
+        ({"cache_policy": "fifo"}, "cache_policy"),
         ({"cache_experts": 2, "ram_bytes": 10**9}, "cache_experts, ram_bytes"),
         ({"cache_experts": 0}, "cache_experts"),
         ({"threads": 0}, "threads"),

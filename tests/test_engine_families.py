@@ -33,6 +33,7 @@ Logits = list[npt.NDArray[np.float32]]
 
 # Acts in prefill and verification of every configuration: unions are larger there.
 BUDGET = RoutingOptions(budget=4)
+POSITIONS_MIXED_TOGETHER, MOST_OUT_OF_ORDER = 32, 16  # of native/src/model/attention.h and moe.cpp
 FLOAT_BOUND = 2e-5
 
 families = pytest.mark.parametrize("family", CONFIGS)
@@ -153,9 +154,11 @@ def test_cache_and_plan_have_the_sizes_that_are_told(family: str, container_of: 
     if isinstance(attention, GQAConfig):
         per_thread = attention.n_heads // attention.n_kv_heads * context
     else:
-        per_thread = (attention.nope_dim + attention.value_dim + 1) * attention.kv_lora_rank + attention.cache_width + context
+        rows = attention.nope_dim + 1 + POSITIONS_MIXED_TOGETHER  # of the latent's width
+        per_thread = rows * attention.kv_lora_rank + attention.cache_width + context
+    out_of_order = MOST_OUT_OF_ORDER * config.moe.router.top_k * config.hidden_size
     for threads, size in sizes.items():
-        assert size["fixed_bytes"] == 4 * (context * attention.rope.dim + threads * per_thread)
+        assert size["fixed_bytes"] == 4 * (context * attention.rope.dim + threads * per_thread + out_of_order)
 
     model = NativeModel(container, EngineOptions(context_positions=context, cache_experts=1, threads=1))
     model.forward(list(range(context)), scope="prefill")

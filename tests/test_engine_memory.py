@@ -112,7 +112,7 @@ def test_bytes_read_equal_the_kernels_account(large: Path) -> None:
     if refusal:
         pytest.skip(refusal)
     measured = measure(large, [(1, "last")] * 3, cache_experts=1, threads=2)
-    assert measured["reader"] == "direct"
+    assert measured["reader"].startswith("direct, ")
     assert measured["counted"] >= 256 * 10**6
     assert measured["counted"] == pytest.approx(measured["read"], rel=0.01)
     assert measured["counted"] <= 1.01 * measured["useful"]  # one read brings one expert, without gaps

@@ -181,12 +181,12 @@ def test_pinned_experts_stay_from_their_first_use_in_slots_of_their_own(small: E
     for _ in range(2):
         walk(store, small, 0, [0, 1, 2, 3, 4, 5])
     assert residents(store, small, 0) == {1, 4, 5}
-    assert store.by_recency(0) == [5]
+    assert store.by_rank(0) == [5]
     counters = store.counters()
     assert (counters["hits"], counters["pinned_hits"], counters["misses"]) == (3, 2, 9)
     everything = open_store(small, cache_experts=3, pinned=[list(range(6)), []])
     walk(everything, small, 0, [0, 1, 2, 3, 4, 5])
-    assert (residents(everything, small, 0), everything.by_recency(0)) == (set(range(6)), [])
+    assert (residents(everything, small, 0), everything.by_rank(0)) == (set(range(6)), [])
 
 
 def test_pins_that_make_no_sense_are_refused(small: ExpertFiles) -> None:
@@ -514,7 +514,7 @@ def test_a_file_shorter_than_its_index_is_refused_at_once(tmp_path: Path) -> Non
 def test_options_and_descriptions_are_checked(small: ExpertFiles) -> None:
     with pytest.raises(MissingFileError, match="absent"):
         _native.ExpertStore([small.files[0], "/absent/file"], small.index)
-    for options in ({"cache_experts": 0}, {"io_threads": 0}, {"reader": "telepathy"}):
+    for options in ({"cache_experts": 0}, {"io_threads": 0}, {"reader": "telepathy"}, {"cache_policy": "fifo"}):
         with pytest.raises(OptionError):
             open_store(small, **options)
     faulty: list[tuple[str, Any, type[Exception], str]] = [

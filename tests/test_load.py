@@ -18,7 +18,7 @@ from colibri_jax.container.inspect import describe
 from colibri_jax.container.reader import is_container
 from colibri_jax.engine.session import NativeModel
 from colibri_jax.reference.model import ReferenceModel
-from colibri_jax.routing_spec import SCOPES
+from colibri_jax.stats import STATS_SCOPES
 
 IDS = random_tokens(EVEN, 4)
 
@@ -48,7 +48,7 @@ def test_both_backends_describe_the_same_model(directories: tuple[Path, Path]) -
     for name in ("routing", "budget_scopes", "context_positions", "position", "selections"):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.budget_scopes == frozenset(scopes)
-    assert ours.stats.scopes.keys() == theirs.stats.scopes.keys() == set(SCOPES)
+    assert ours.stats.scopes.keys() == theirs.stats.scopes.keys() == set(STATS_SCOPES)
     assert (ours.stats.backend, theirs.stats.backend) == ("native", "reference")
     assert ours.stats.precision == theirs.stats.precision == "w4a8"
 
@@ -71,9 +71,9 @@ def test_a_checkpoint_is_computed_in_full_precision_by_default(directories: tupl
     assert 1e-3 < error < 1.0  # int4 is not full precision, and no noise either
 
 
-@pytest.mark.parametrize("option", ["cache_experts", "ram_bytes", "threads", "io", "reader", "isa"])
+@pytest.mark.parametrize("option", ["cache_experts", "ram_bytes", "threads", "io", "reader", "cache_policy", "isa"])
 def test_options_of_the_engine_are_refused_by_the_reference(option: str, directories: tuple[Path, Path]) -> None:
-    value = {"io": "direct", "reader": "pread", "isa": "scalar"}.get(option, 4)
+    value = {"io": "direct", "reader": "pread", "cache_policy": "lru", "isa": "scalar"}.get(option, 4)
     with pytest.raises(errors.OptionError, match=option):
         colibri_jax.load(directories[0], backend="reference", **{option: value})
 

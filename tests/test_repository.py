@@ -127,6 +127,8 @@ def unknown_commands(markdown: str) -> list[str]:
         elif (command := group.get_command(context, words[0])) is None:
             wrong = words[:1]
         else:
+            if isinstance(command, click.Group):
+                command = command.get_command(context, words[1] if len(words) > 1 else "") or command
             flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
             wrong = [word for word in words if word.startswith("--") and word.split("=")[0] not in flags]
         unknown += [f"{program} {' '.join(words)}: {word}" for word in wrong]
@@ -141,7 +143,14 @@ def test_commands_of_the_documents_exist(document: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["make rum", "colibri-jax generat --budget 4", "A=1 colibri-jax generate --badget 4", "python validation/absent.py"]
+    "line",
+    [
+        "make rum",
+        "colibri-jax generat --budget 4",
+        "colibri-jax bench io --plot x.svg",
+        "A=1 colibri-jax generate --badget 4",
+        "python validation/absent.py",
+    ],
 )
 def test_planted_command_is_found(line: str) -> None:
     assert len(unknown_commands(f"text\n```\n{line}   # why\n```\n")) == 1

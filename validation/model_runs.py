@@ -134,4 +134,5 @@ def _setup(c: Chooser, shape: Shape) -> dict[str, Any]:
         "reader": c.pick(("pread",) if _native.uring_refusal() else ("pread", "uring")),
         "pipe": c.pick((True, True, False)),
         "pilot": c.pick((False, True)),
+        "cache_policy": c.pick(("step_lfu", "lru")),
     }

@@ -163,6 +163,12 @@ def engine_options(command: Command) -> Command:
                 help="Experts kept in memory per layer. Not together with --ram-gb.",
             ),
             ram_option("Memory the engine may allocate (the interpreter comes on top); the cache takes what the dense weights leave."),
+            click.option(
+                "--cache-policy",
+                type=click.Choice(["step_lfu", "lru"]),
+                help="Which experts a full cache keeps: those of the newest step, then the most used of late (step_lfu, the default), "
+                "or the most recently used.",
+            ),
             click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine; its own choice if not given."),
             click.option("--io-threads", type=click.IntRange(min=1), help="Experts being read at a time; 2 if not given."),
             click.option("--io", type=click.Choice(["direct", "buffered"]), help="Read experts past the page cache, or through it."),
@@ -292,7 +298,10 @@ def load_arguments(options: Mapping[str, OptionValue]) -> dict[str, Any]:
     value = {name: option.value for name, option in options.items()}
     arguments = {
         name: value.get(name)
-        for name in ("backend", "precision", "threads", "io_threads", "io", "reader", "pipe", "pilot", "isa", "group_size", "cache_experts")
+        for name in (
+            *("backend", "precision", "threads", "io_threads", "io", "reader", "pipe", "pilot", "isa", "group_size"),
+            *("cache_experts", "cache_policy"),
+        )
     }
     if value.get("ram_gb") is not None:
         arguments["ram_bytes"] = in_bytes(value["ram_gb"])

@@ -32,6 +32,9 @@ class EngineOptions:
         cache_experts: experts kept in memory per MoE layer; excludes `ram_bytes`.
         ram_bytes: bound on everything the engine allocates; the cache takes what is left. Where less is free at load, that is the
             bound. With neither, 70 % of what is free.
+        cache_policy: which expert goes first where a layer's cache is full. "step_lfu": not those of the newest step, then the one
+            with the smallest running mean of use over the layer's steps (a use counts half after 22), then the least recent; one that
+            would go first itself does not enter. "lru": the least recent.
         threads: compute threads; None takes all processors of this process.
         io_threads: reads in flight.
         io: "direct" bypasses the page cache where the file system allows it, "buffered" goes through it.
@@ -52,6 +55,7 @@ class EngineOptions:
     context_positions: int | None = None
     cache_experts: int | None = None
     ram_bytes: int | None = None
+    cache_policy: Literal["step_lfu", "lru"] = "step_lfu"
     threads: int | None = None
     io_threads: int = 2
     io: Literal["direct", "buffered"] = "direct"
@@ -86,6 +90,8 @@ class EngineOptions:
             raise OptionError("unknown way of reading", where="io", expected="direct or buffered", got=self.io)
         if self.reader not in ("auto", "pread", "uring"):
             raise OptionError("unknown reader", where="reader", expected="auto, pread or uring", got=self.reader)
+        if self.cache_policy not in ("step_lfu", "lru"):
+            raise OptionError("unknown cache policy", where="cache_policy", expected="step_lfu or lru", got=self.cache_policy)
 
     def resolved_threads(self) -> int:
         """Compute threads after defaults."""
@@ -284,6 +290,7 @@ def _options_dict(
     return {
         "files": files,
         "experts": experts,
+        "cache_policy": options.cache_policy,
         "io_threads": options.io_threads,
         "direct": options.io == "direct",
         "reader": options.reader,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colibri_jax.config import ModelConfig
-from colibri_jax.errors import ConfigError, ContextOverflowError, MissingTensorError, RewindError, ShapeError
+from colibri_jax.errors import ContextOverflowError, MissingTensorError, RewindError, ShapeError
 from colibri_jax.reference.arguments import check_choice, check_tokens
 from colibri_jax.reference.attention import MLAForm, final_norm, rope_table
 from colibri_jax.reference.head import load_head, per_row, score_rows
@@ -27,7 +27,7 @@ from colibri_jax.reference.layer import (
     load_layer,
     run_layer,
 )
-from colibri_jax.reference.mtp import MTPBlock
+from colibri_jax.reference.mtp import MTPBlock, in_memory
 from colibri_jax.reference.quantized import (
     Matrix,
     Precision,
@@ -155,13 +155,12 @@ class ReferenceModel:
     @property
     def mtp_hidden(self) -> Float32:
         """float32 [n, D]: the last `mtp_forward`'s hidden states after the block's norm."""
-        last = self._block().last
-        return last.hidden_TD if last is not None else np.zeros((0, self._config.hidden_size), np.float32)
+        return in_memory(self._mtp).hidden_TD
 
     @property
     def mtp_selection(self) -> Selection | None:
         """The block's Selection of the last `mtp_forward`."""
-        return self._mtp.last.selection if self._mtp is not None and self._mtp.last is not None else None
+        return self._mtp.selection if self._mtp is not None else None
 
     @property
     def selections(self) -> tuple[Selection, ...]:
@@ -322,7 +321,7 @@ class ReferenceModel:
             ConfigError: the model has no MTP block.
             TokenError, ContextOverflowError, ShapeError: nothing was appended.
         """
-        begin, block = time.perf_counter(), self._block()
+        begin, block = time.perf_counter(), in_memory(self._mtp)
         check_step("decode", logits)
         ids = self._check_tokens(tokens_next, block.position)
         if isinstance(trunk_hidden, slice):
@@ -352,16 +351,6 @@ class ReferenceModel:
         if self._mtp is None or n < 0:
             raise RewindError("cannot drop that many rows", where="mtp_rewind", expected=f"0 to {self.mtp_position}", got=n)
         self._mtp.rewind_to(self._mtp.position - n)
-
-    def _block(self) -> MTPBlock:
-        if self._mtp is None:
-            raise ConfigError(
-                "the model has no MTP block in memory",
-                where="num_nextn_predict_layers, layer_residency",
-                expected="1, all",
-                got=self._config.n_mtp_layers,
-            )
-        return self._mtp
 
     # ---- parts in memory ------------------------------------------------------------------------------------------
 

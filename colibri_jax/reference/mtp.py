@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from colibri_jax.config import ModelConfig
-from colibri_jax.errors import RewindError
+from colibri_jax.errors import ConfigError, RewindError
 from colibri_jax.reference.attention import final_norm, rms_norm
 from colibri_jax.reference.layer import (
     ExpertResidency,
@@ -53,7 +53,7 @@ class MTPRows(NamedTuple):
 class MTPBlock:
     """The block's weights and its own KV cache, which follows the trunk's at its own pace.
 
-    `position` is the number of its rows, `last` what the last call that was appended made.
+    `position` is the number of its rows; `hidden_TD` (float32 [T, D], normed) and `selection` are of the last call that was appended.
     """
 
     def __init__(self, params: Params, config: ModelConfig, precision: Precision, residency: ExpertResidency) -> None:
@@ -73,7 +73,8 @@ class MTPBlock:
         self._layer: Layer = load_layer(params, config, config.n_layers, precision, residency)
         self._cache: LayerCache = empty_cache(config, config.n_layers)
         self.position = 0
-        self.last: MTPRows | None = None
+        self.hidden_TD: Float32 = np.zeros((0, config.hidden_size), np.float32)
+        self.selection: Selection | None = None
 
     def forward(
         self,
@@ -111,7 +112,7 @@ class MTPBlock:
 
     def append(self, rows: MTPRows) -> None:
         """Keep what `forward` computed at the present position."""
-        self._cache, self.last = rows.cache, rows
+        self.hidden_TD, self.selection, self._cache = rows
         self.position += rows.hidden_TD.shape[0]
 
     def rewind_to(self, position: int) -> None:
@@ -123,6 +124,18 @@ class MTPBlock:
         if not 0 <= position <= self.position:
             raise RewindError("no such row", where="MTP block", expected=f"0 to {self.position}", got=position)
         self.position = position
+
+
+def in_memory(block: MTPBlock | None) -> MTPBlock:
+    """The block.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if block is None:
+        where, expected = "num_nextn_predict_layers, layer_residency", "1, all"
+        raise ConfigError("the model has no MTP block in memory", where=where, expected=expected, got="none")
+    return block
 
 
 @functools.partial(jax.jit, static_argnames="eps")

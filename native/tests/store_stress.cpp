@@ -1,9 +1,9 @@
 // Stress of the expert store for the sanitizers: random walks over a generated file, every byte checked. No Python.
 //
-// store_stress [walks, of all readers] [folder]: one walking thread, one that only looks on, several I/O threads, every combination
-// of reader, layout, cache, pins and order of completion; faults and delays come and go on the way. Prints one line per
-// combination, and why io_uring is left out where it is; exits with 1 at the first wrong byte, and where a delayed read was never
-// overtaken.
+// store_stress [walks, of all readers and policies] [folder]: one walking thread, one that only looks on, several I/O threads,
+// every combination of reader, layout, cache, policy, pins and order of completion; faults and delays come and go on the way.
+// Prints one line per combination, and why io_uring is left out where it is; exits with 1 at the first wrong byte, and where a
+// delayed read was never overtaken.
 #include <unistd.h>
 
 #include <algorithm>
@@ -145,7 +145,7 @@ class Onlooker {
             const uint64_t handed = c.hits + c.misses;
             if (handed < before || c.pinned_hits > c.hits) fail("counters that went back");
             before = handed;
-            if (store.by_recency(i % kLayers).size() > kExperts || store.free_slots() < 0) fail("more residents than experts");
+            if (store.by_rank(i % kLayers).size() > kExperts || store.free_slots() < 0) fail("more residents than experts");
             std::this_thread::yield();
         }
     }
@@ -234,9 +234,9 @@ void run_one(const Form& form, const Generated& g, StoreOptions options, bool re
     const StoreCounters c = store.counters();
     if (c.hits + c.misses == 0 || c.useful_bytes < c.misses * static_cast<uint64_t>(store.expert_file_bytes()))
         fail("counters that contradict each other");
-    std::printf("%-22s %-50s cache %2d, reversed %d: %llu hits, %llu misses, %d failed reads\n", form.name, store.reader().c_str(),
-                cache_experts, reverse, static_cast<unsigned long long>(c.hits), static_cast<unsigned long long>(c.misses),
-                failures);
+    std::printf("%-22s %-50s cache %2d, %-8s, reversed %d: %llu hits, %llu misses, %d failed reads\n", form.name,
+                store.reader().c_str(), cache_experts, options.cache_policy == CachePolicy::lru ? "lru" : "step_lfu", reverse,
+                static_cast<unsigned long long>(c.hits), static_cast<unsigned long long>(c.misses), failures);
 }
 
 void run(const std::string& path, int walks) {
@@ -248,20 +248,22 @@ void run(const std::string& path, int walks) {
         std::printf("without io_uring: %s\n", refusal.c_str());
         readers.pop_back();
     }
-    const int each = walks / static_cast<int>(readers.size());
+    const int each = walks / static_cast<int>(2 * readers.size());
     for (const Form& form : forms) {
         const Generated g = generate(path, form);
         for (const ReaderKind reader : readers) {
             check_overtaking(g, reader);
             for (const bool direct : {true, false})
                 for (const bool reverse : {false, true})
-                    for (const int cache_experts : {1, 5, kExperts}) {
-                        StoreOptions options = g.options;
-                        options.direct = direct;
-                        options.reader = reader;
-                        options.cache_experts = cache_experts;
-                        run_one(form, g, options, reverse, each);
-                    }
+                    for (const int cache_experts : {1, 5, kExperts})
+                        for (const CachePolicy policy : {CachePolicy::step_lfu, CachePolicy::lru}) {
+                            StoreOptions options = g.options;
+                            options.direct = direct;
+                            options.reader = reader;
+                            options.cache_experts = cache_experts;
+                            options.cache_policy = policy;
+                            run_one(form, g, options, reverse, each);
+                        }
         }
     }
 }

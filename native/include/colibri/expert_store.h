@@ -1,4 +1,4 @@
-// The experts on disk and those in memory: reads, the per-layer LRU cache, leases.
+// The experts on disk and those in memory: reads, the cache of each layer, leases.
 //
 // What a step computes never depends on this class: it hands out the same bytes whether they were cached or read.
 // One thread calls walk(), next() and releases leases; reads run on the store's own threads. Which experts stay in memory
@@ -43,12 +43,16 @@ struct ReadHooks;  // io/reader.h; tests put faults in with it
 // What reads: threads that call pread, or one thread and the kernel's rings (io_uring), which a kernel may refuse.
 enum class ReaderKind { automatic, pread, uring };
 
+// Which expert goes first where a full cache takes in another; cache/layer_cache.h has the rules.
+enum class CachePolicy { step_lfu, lru };
+
 struct StoreOptions {
     std::vector<std::string> files;
     std::vector<std::vector<StoredExpert>> experts;  // [MoE layer][expert]; all of a layer have one shape
     std::vector<std::vector<int32_t>> pinned;        // [MoE layer], or empty: kept from their first use on, in slots of their own
     int64_t cache_experts = 1;                       // slots per layer for the others; more than there are counts as all
-    int io_threads = 2;                              // reads in flight
+    CachePolicy cache_policy = CachePolicy::step_lfu;
+    int io_threads = 2;            // reads in flight
     bool pipe = true;              // reads run ahead of the caller; false: each begins when its expert is asked for
     int64_t prefetch_experts = 0;  // slots for announced experts, whatever their layer; 0: nothing is read before its walk
     bool direct = true;            // O_DIRECT where the file system allows it
@@ -123,8 +127,8 @@ class ExpertStore {
 
     // These four from any thread.
     bool resident(int layer, int expert) const;
-    std::vector<int> by_recency(int layer) const;  // residents that are not pinned, least recently used first
-    int64_t free_slots() const;                    // neither cached, nor leased, nor being read into
+    std::vector<int> by_rank(int layer) const;  // residents that are not pinned, in the order in which they would go
+    int64_t free_slots() const;                 // neither cached, nor leased, nor being read into
     StoreCounters counters() const;
     double wait_seconds() const;
     std::string reader() const;                      // "direct" or "buffered (<reason>)", and by what: "direct, io_uring"

@@ -37,6 +37,7 @@ Policy policy_named(const std::string& name);
 Denominator denominator_named(const std::string& name);
 Vote vote_named(const std::string& name);
 ReaderKind reader_named(const std::string& name);
+CachePolicy cache_policy_named(const std::string& name);
 
 // The fields of colibri_jax.Selection.
 pybind11::dict selection_dict(const Selection& selection);

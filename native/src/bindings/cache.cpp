@@ -54,6 +54,10 @@ StoreOptions options_from(std::vector<std::string> files, const std::vector<std:
 
 }  // namespace
 
+CachePolicy cache_policy_named(const std::string& name) {
+    return named<CachePolicy>("cache_policy", name, {{"step_lfu", CachePolicy::step_lfu}, {"lru", CachePolicy::lru}});
+}
+
 ReadFault fault_from(const py::dict& d) {
     const auto number = [&](const char* key, uint64_t otherwise) { return d.contains(key) ? d[key].cast<uint64_t>() : otherwise; };
     return {fault_kind(d["kind"].cast<std::string>()), static_cast<int>(number("file", 0)), number("offset", 0), number("bytes", 0),
@@ -180,12 +184,14 @@ void bind_cache(py::module_& module) {
     py::class_<PyStore>(module, "ExpertStore", "Experts on disk and their cache. Tests only.")
         .def(py::init([](std::vector<std::string> files, const std::vector<std::vector<py::dict>>& experts, int64_t cache_experts,
                          int io_threads, bool direct, const std::optional<std::vector<py::dict>>& faults, bool reverse_completions,
-                         Pinned pinned, const std::string& reader, bool pipe, int64_t prefetch_experts) {
+                         Pinned pinned, const std::string& reader, bool pipe, int64_t prefetch_experts,
+                         const std::string& cache_policy) {
                  StoreOptions options = options_from(std::move(files), experts, cache_experts, io_threads, direct);
                  options.pinned = std::move(pinned);
                  options.reader = reader_named(reader);
                  options.pipe = pipe;
                  options.prefetch_experts = prefetch_experts;
+                 options.cache_policy = cache_policy_named(cache_policy);
                  PyStore self;
                  if (faults || reverse_completions)
                      options.hooks = self.faults = faulty_reads(faults.value_or(std::vector<py::dict>{}), reverse_completions);
@@ -198,7 +204,8 @@ void bind_cache(py::module_& module) {
              }),
              py::arg("files"), py::arg("experts"), py::kw_only(), py::arg("cache_experts") = 1, py::arg("io_threads") = 2,
              py::arg("direct") = true, py::arg("faults") = py::none(), py::arg("reverse_completions") = false,
-             py::arg("pinned") = Pinned{}, py::arg("reader") = "auto", py::arg("pipe") = true, py::arg("prefetch_experts") = 0)
+             py::arg("pinned") = Pinned{}, py::arg("reader") = "auto", py::arg("pipe") = true, py::arg("prefetch_experts") = 0,
+             py::arg("cache_policy") = "step_lfu")
         .def(
             "walk",
             [](const PyStore& self, int layer, const std::vector<int32_t>& ids) {
@@ -210,8 +217,8 @@ void bind_cache(py::module_& module) {
             py::arg("layer"), py::arg("experts"))
         .def("resident", [](const PyStore& self, int layer, int expert) { return self.store->resident(layer, expert); })
         .def(
-            "by_recency", [](const PyStore& self, int layer) { return self.store->by_recency(layer); }, py::arg("layer"),
-            "Residents that are not pinned, least recently used first.")
+            "by_rank", [](const PyStore& self, int layer) { return self.store->by_rank(layer); }, py::arg("layer"),
+            "Residents that are not pinned, in the order in which they would go.")
         .def_property_readonly("free_slots", [](const PyStore& self) { return self.store->free_slots(); })
         .def(
             "add_fault", [](const PyStore& self, const py::dict& fault) { self.hooks().add(fault_from(fault)); }, py::arg("fault"),

@@ -131,6 +131,7 @@ EngineOptions options_from(const py::dict& d) {
     o.store.io_threads = get<int>(d, "io_threads");
     o.store.direct = get<bool>(d, "direct");
     o.store.reader = reader_named(get<std::string>(d, "reader"));
+    o.store.cache_policy = cache_policy_named(get<std::string>(d, "cache_policy"));
     o.store.pinned = get<std::vector<std::vector<int32_t>>>(d, "pinned");
     o.store.pipe = get<bool>(d, "pipe");
     o.store.prefetch_experts = get<int64_t>(d, "prefetch_experts");

@@ -43,7 +43,7 @@ StoreCore::StoreCore(StoreOptions given)
     for (size_t i = slots.size(); i-- > 0;) free_slots.push_back(&slots[i]);
     for (int64_t i = 0; i < geometry.staging_buffers; ++i, at += geometry.staging_bytes) free_staging.push_back(arena.at(at));
     for (size_t layer = 0; layer < options.experts.size(); ++layer)
-        layers.emplace_back(geometry.slots_per_layer[layer], options.experts[layer].size(),
+        layers.emplace_back(options.cache_policy, geometry.slots_per_layer[layer], options.experts[layer].size(),
                             options.pinned.empty() ? std::vector<int32_t>{} : options.pinned[layer]);
     reader = make_reader(options.reader, files, options.io_threads, *hooks);
 }
@@ -104,12 +104,12 @@ bool ExpertStore::resident(int layer, int expert) const {
     return core.layers[static_cast<size_t>(layer)].find(expert) != nullptr;
 }
 
-std::vector<int> ExpertStore::by_recency(int layer) const {
+std::vector<int> ExpertStore::by_rank(int layer) const {
     const StoreCore& core = impl_->core;
     core.check_expert(layer, 0);
     const std::lock_guard lock(core.mutex);
     std::vector<int> experts;
-    for (const Slot* slot : core.layers[static_cast<size_t>(layer)].by_recency()) experts.push_back(slot->expert);
+    for (const Slot* slot : core.layers[static_cast<size_t>(layer)].by_rank()) experts.push_back(slot->expert);
     return experts;
 }
 

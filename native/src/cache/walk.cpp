@@ -138,9 +138,11 @@ ExpertStore::Walk ExpertStore::walk(int layer, std::span<const int32_t> experts)
                         std::to_string(expert));
         seen[static_cast<size_t>(expert)] = true;
     }
+    LayerCache& cache = core.layers[static_cast<size_t>(layer)];
+    cache.begin_walk();
     for (std::unique_ptr<WalkItem>& item : state.items) {
         item->walk = &state;
-        if (Slot* const slot = core.layers[static_cast<size_t>(layer)].find(item->expert)) {
+        if (Slot* const slot = cache.find(item->expert)) {
             item->state = State::hit;
             item->slot = slot;
             ++slot->leases;
@@ -197,10 +199,11 @@ ExpertLease ExpertStore::Walk::next() {
     }
     ++walk.handed;
     if (item.state == State::failed) throw *item.error;
+    LayerCache& cache = core.layers[static_cast<size_t>(walk.layer)];
+    cache.use(item.slot);
     if (item.state == State::hit) {
         ++core.counters.hits;
-        core.counters.pinned_hits += core.layers[static_cast<size_t>(walk.layer)].pinned(item.expert);
-        core.layers[static_cast<size_t>(walk.layer)].touch(item.slot);
+        core.counters.pinned_hits += cache.pinned(item.expert);
     } else {
         ++core.counters.misses;
         --(item.announced ? core.announced_slots : walk.ahead);
