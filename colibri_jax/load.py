@@ -40,6 +40,7 @@ def load(
     pipe: bool | None = None,
     pilot: bool | None = None,
     pinned: tuple[tuple[int, ...], ...] | None = None,
+    mtp: bool = False,
     isa: str = "",
     group_size: int | None = None,
     residency: Literal["all", "layer"] = "all",
@@ -56,6 +57,7 @@ def load(
         cache_experts, ram_bytes: size of the native expert cache, per MoE layer or by a bound on all memory; not both.
         cache_policy, threads, io_threads, io, reader, pipe, pilot, pinned, isa: how the native engine runs, see
             `engine.options.EngineOptions`; they change no bit of its output.
+        mtp: load the MTP block, for drafts; the reference has it in any case unless `residency` is "layer".
         group_size: of an untagged int4 container whose byte counts fit several.
         residency: "layer" (reference) holds one layer at a time, without its experts, and reads everything as it is needed: slow, and
             for models that do not fit in memory.
@@ -65,7 +67,7 @@ def load(
 
     Raises:
         OptionError: options contradict each other, the backend or the model.
-        ContainerError: the directory is not a usable container or checkpoint.
+        ContainerError: the directory is not a usable container or checkpoint, or its MTP block is no use and was asked for.
         MemoryBudgetError: the bound is too small.
     """
     scopes = check_scopes(budget_scopes)
@@ -101,14 +103,16 @@ def load(
             precision or "w4a8",
             routing,
             scopes,
-            {"context_positions": context_positions, **{k: v for k, v in native_only.items() if v is not None}},
+            {"context_positions": context_positions, "mtp": mtp, **{k: v for k, v in native_only.items() if v is not None}},
         )
     if backend != "reference":
         raise OptionError("unknown backend", where="backend", expected="native or reference", got=backend)
     for name, value in native_only.items():
         if value is not None:
             raise OptionError("an option of the native engine", where=name, expected="backend='native'", got="backend='reference'")
-    return _load_reference(source, precision, routing, scopes, context_positions, group_size, residency)
+    if mtp and residency != "all":
+        raise OptionError("the MTP block needs the whole model in memory", where="mtp", expected="residency='all'", got=residency)
+    return _load_reference(source, precision, routing, scopes, context_positions, group_size, residency, mtp)
 
 
 def _load_native(
@@ -130,17 +134,22 @@ def _load_reference(
     context_positions: int | None,
     group_size: int | None,
     residency: Literal["all", "layer"],
+    mtp: bool,
 ) -> ReferenceModel:
     from colibri_jax.reference.model import ReferenceModel
 
     params: Mapping[str, Float32Array | QuantizedMatrix]
     if is_container(source):
         container = Container.open(source, group_size=group_size)
+        if mtp:
+            container.require_mtp()
         config, params = container.runnable_config, _Lazy(container, list(container.entries))
         precision = precision or "w4a8"
     else:
         checkpoint = SourceCheckpoint.open(source)
         config, precision = checkpoint.config, precision or "full"
+        if mtp and not config.n_mtp_layers:
+            raise OptionError("the checkpoint has no MTP block", where=f"mtp, {source}", expected="one with a block", got="none")
         specs = {spec.role: spec for spec in tensor_specs(config)}
         params = _Lazy(checkpoint if precision == "full" else _Quantising(checkpoint, specs), list(specs))
     return ReferenceModel(

@@ -1,6 +1,7 @@
 """What a language model counted: frozen snapshots whose names carry units. Every number is something that happened.
 
-Counters are kept apart per scope (prefill, decode, verify), because a budget acts per scope.
+Counters are kept apart per scope (prefill, decode, verify), because a budget acts per scope, and for the drafts of an MTP block,
+on which none acts.
 """
 
 from __future__ import annotations
@@ -8,8 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Literal
 
 from colibri_jax.routing_spec import SCOPES, Scope, Selection
+
+# What is counted apart: the scopes of a budget, and the steps of an MTP block.
+StatsScope = Scope | Literal["draft"]
+STATS_SCOPES: tuple[StatsScope, ...] = (*SCOPES, "draft")
 
 PHASES = ("disk_wait", "experts", "attention", "head", "other")
 
@@ -112,7 +118,7 @@ class Stats:
 
     backend: str
     precision: str
-    scopes: Mapping[Scope, ScopeStats] = dataclasses.field(default_factory=lambda: {scope: ScopeStats() for scope in SCOPES})
+    scopes: Mapping[StatsScope, ScopeStats] = dataclasses.field(default_factory=lambda: {scope: ScopeStats() for scope in STATS_SCOPES})
     isa: str = ""
     reader: str = ""
     """How experts are read: "direct" (O_DIRECT) or "buffered", why where the choice was not the first one, and by which reader."""

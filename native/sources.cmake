@@ -36,8 +36,10 @@ set(COLIBRI_SOURCES
     src/model/gqa.cpp
     src/model/indexer.cpp
     src/model/matrix.cpp
+    src/model/memory_plan.cpp
     src/model/mla.cpp
     src/model/moe.cpp
+    src/model/mtp.cpp
     src/model/rope.cpp
     src/model/thread_pool.cpp
     src/model/weights.cpp

@@ -241,7 +241,7 @@ def test_json_holds_every_counter_per_scope_and_phases_that_sum() -> None:
     model = FakeModel(routing=RoutingOptions(budget=4))
     run(model, [1, 2, 3, 4], max_new_tokens=3)
     data = json.loads(json.dumps(report(RoutingOptions(budget=4), dict(model.stats.scopes)).to_json()))
-    assert set(data["scopes"]) == {"prefill", "decode", "verify"}
+    assert set(data["scopes"]) == {"prefill", "decode", "verify", "draft"}
     decode = data["scopes"]["decode"]
     derived = {
         "phase_seconds",

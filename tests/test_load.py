@@ -18,7 +18,7 @@ from colibri_jax.container.inspect import describe
 from colibri_jax.container.reader import is_container
 from colibri_jax.engine.session import NativeModel
 from colibri_jax.reference.model import ReferenceModel
-from colibri_jax.routing_spec import SCOPES
+from colibri_jax.stats import STATS_SCOPES
 
 IDS = random_tokens(EVEN, 4)
 
@@ -48,7 +48,7 @@ def test_both_backends_describe_the_same_model(directories: tuple[Path, Path]) -
     for name in ("routing", "budget_scopes", "context_positions", "position", "selections"):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.budget_scopes == frozenset(scopes)
-    assert ours.stats.scopes.keys() == theirs.stats.scopes.keys() == set(SCOPES)
+    assert ours.stats.scopes.keys() == theirs.stats.scopes.keys() == set(STATS_SCOPES)
     assert (ours.stats.backend, theirs.stats.backend) == ("native", "reference")
     assert ours.stats.precision == theirs.stats.precision == "w4a8"
 

@@ -43,7 +43,8 @@ class EngineOptions:
         pipe: the reads of a layer run ahead of its products; False begins each when its expert's turn has come.
         pilot: while a layer works, the next one's likely experts (its router on this layer's residual stream) are read behind this
             layer's own. Takes memory for as many experts as a position chooses.
-        pinned: of every MoE layer, experts that stay in memory from their first use on, outside `cache_experts`; () pins none.
+        mtp: load the MTP block, for drafts. It has a KV cache of its own and as many cached experts as a layer of the trunk.
+        pinned: of every MoE layer of the trunk, experts that stay in memory from their first use on, outside `cache_experts`; () pins none.
         isa: instruction set of the kernels; "" takes the best of this processor.
 
     Raises:
@@ -61,6 +62,7 @@ class EngineOptions:
     reader: Literal["auto", "pread", "uring"] = "auto"
     pipe: bool = True
     pilot: bool = False
+    mtp: bool = False
     pinned: tuple[tuple[int, ...], ...] = ()
     isa: str = ""
 
@@ -114,14 +116,18 @@ def plan_engine(container: Container, options: EngineOptions, routing: RoutingOp
     Raises:
         MemoryBudgetError: the bound cannot hold dense weights, KV cache, working memory and one slot per MoE layer.
         OptionError: options and model do not fit each other.
+        UnknownFormatError: the MTP block that is asked for is of a kind that drafts in vain.
     """
+    if options.mtp:
+        container.require_mtp()
     config = container.runnable_config
     files = sorted({entry.path for entry in container.entries.values()})
     index = {path: number for number, path in enumerate(files)}
-    model = _model_dict(config, {role: _matrix(container.entries[role], index) for role in _dense_roles(config)})
+    roles = _dense_roles(config, mtp=options.mtp)
+    model = {**_model_dict(config, {role: _matrix(container.entries[role], index) for role in roles}), "mtp": options.mtp}
     experts = [
         [tuple(_matrix(container.entries[role], index) for role in expert_roles(layer, e)) for e in range(config.moe.n_experts)]
-        for layer in config.moe_layers
+        for layer in (*config.moe_layers, *([config.n_layers] if options.mtp else []))
     ]
     described = _options_dict(config, options, routing, [str(path) for path in files], experts)
     return _fit(config, options, model, described)
@@ -139,7 +145,7 @@ def _fit(config: ModelConfig, options: EngineOptions, model: dict[str, Any], des
         rows: int = min(positions, described["context"])
         return rows * one["step_bytes_per_position"] + 4 * config.vocab_size
 
-    most = config.moe.n_experts if config.moe_layers else 1
+    most = config.moe.n_experts if described["experts"] else 1
     one = plan(1)
     if options.cache_experts is not None:
         cap, ram_bytes = min(options.cache_experts, most), 0
@@ -181,9 +187,9 @@ def free_memory_bytes() -> int:
     )
 
 
-def _dense_roles(config: ModelConfig) -> list[str]:
-    mtp = f"layers.{config.n_layers}."
-    return [s.role for s in tensor_specs(config) if ".experts." not in s.role and not s.role.startswith(("mtp.", mtp))]
+def _dense_roles(config: ModelConfig, *, mtp: bool) -> list[str]:
+    loaded = config if mtp else dataclasses.replace(config, n_mtp_layers=0)
+    return [spec.role for spec in tensor_specs(loaded) if ".experts." not in spec.role]
 
 
 def _matrix(entry: TensorEntry, index: dict[Any, int]) -> tuple[Any, ...]:
@@ -289,7 +295,7 @@ def _options_dict(
         "direct": options.io == "direct",
         "reader": options.reader,
         "pipe": options.pipe,
-        "pinned": [list(experts) for experts in options.pinned],
+        "pinned": [list(experts) for experts in (*options.pinned, *([()] if options.mtp and options.pinned else []))],
         "prefetch_experts": config.moe.router.top_k if options.pilot and config.moe_layers else 0,
         "context": config.resolve_context(options.context_positions),
         "threads": options.resolved_threads(),

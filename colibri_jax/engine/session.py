@@ -16,9 +16,9 @@ from colibri_jax.config import ModelConfig
 from colibri_jax.container.reader import Container
 from colibri_jax.engine.options import EngineOptions, plan_engine
 from colibri_jax.engine.usage import ExpertUsage
-from colibri_jax.errors import EngineError, TokenError
+from colibri_jax.errors import ConfigError, EngineError, ShapeError, TokenError
 from colibri_jax.routing_spec import RoutingOptions, Scope, Selection, check_scopes, check_step
-from colibri_jax.stats import ScopeStats, Stats
+from colibri_jax.stats import ScopeStats, Stats, StatsScope
 
 
 class NativeModel:
@@ -53,6 +53,8 @@ class NativeModel:
         self._engine = _native.Engine(plan.model, plan.options)
         self._running = threading.Lock()
         self._selections: tuple[Selection, ...] = ()
+        self._hidden_rows = 0
+        self._mtp_selection: Selection | None = None
         self._usage = ExpertUsage.none(self._config)
         self._stats = Stats(
             backend="native",
@@ -95,6 +97,12 @@ class NativeModel:
         return self._selections
 
     @property
+    def hidden(self) -> npt.NDArray[np.float32]:
+        """float32 [n, D]: the last forward's hidden states after the final norm, which the MTP block reads. A copy."""
+        rows: npt.NDArray[np.float32] = self._engine.hidden
+        return rows
+
+    @property
     def usage(self) -> ExpertUsage:
         """How often each expert was used since the model was loaded."""
         return self._usage
@@ -116,6 +124,7 @@ class NativeModel:
                 self._count(scope, ScopeStats(**self._engine.report))
                 raise
             self._selections = tuple(Selection(**fields) for fields in self._engine.selections)
+            self._hidden_rows = ids.size
             self._usage = self._usage.with_selections(self._selections)
             self._count(scope, ScopeStats(steps=1, positions=ids.size, **self._engine.report).with_selections(self._selections))
         return scores
@@ -127,7 +136,87 @@ class NativeModel:
     def reset(self) -> None:
         self.rewind(self.position)
 
-    def _count(self, scope: Scope, step: ScopeStats) -> None:
+    # ---- MTP ------------------------------------------------------------------------------------------------------
+
+    @property
+    def mtp_position(self) -> int:
+        """Rows in the MTP block's cache."""
+        position: int = self._engine.mtp_position
+        return position
+
+    @property
+    def mtp_hidden(self) -> npt.NDArray[np.float32]:
+        """float32 [n, D]: the last `mtp_forward`'s hidden states after the block's norm. A copy."""
+        self._check_mtp()
+        rows: npt.NDArray[np.float32] = self._engine.mtp_hidden
+        return rows
+
+    @property
+    def mtp_selection(self) -> Selection | None:
+        """The block's Selection of the last `mtp_forward`."""
+        return self._mtp_selection
+
+    def mtp_forward(
+        self,
+        tokens_next: Sequence[int] | npt.NDArray[np.integer],
+        trunk_hidden: npt.NDArray[np.float32] | slice,
+        *,
+        logits: Literal["all", "last"] = "all",
+    ) -> npt.NDArray[np.float32]:
+        """Append rows to the MTP block: row t scores token t + 2. The method of `reference.model.ReferenceModel`, bit for bit.
+
+        Args:
+            tokens_next: the token after each row's own.
+            trunk_hidden: float32 [n, D], `hidden` at the same rows (or, drafting on, `mtp_hidden`). A slice is rows of `hidden`,
+                which then are not copied.
+            logits: score every row, or only the last.
+
+        Returns:
+            float32 [n, W], or [1, W] with `logits="last"`.
+
+        Raises:
+            ConfigError: the block was not loaded.
+            TokenError, ContextOverflowError, ShapeError, MemoryBudgetError: nothing was appended.
+        """
+        self._check_mtp()
+        check_step("decode", logits)
+        ids = _token_array(tokens_next)
+        rows: int | npt.NDArray[np.float32]
+        if isinstance(trunk_hidden, slice):
+            first, last, stride = trunk_hidden.indices(self._hidden_rows)
+            shape, rows = (len(range(first, last, stride)) if stride == 1 else 0, self._config.hidden_size), first
+        else:
+            shape, rows = trunk_hidden.shape, np.ascontiguousarray(trunk_hidden, np.float32)
+        if shape != (ids.size, self._config.hidden_size):
+            expected = [ids.size, self._config.hidden_size]
+            raise ShapeError("trunk hidden state", where="mtp_forward", expected=expected, got=list(shape))
+        with self._alone():
+            try:
+                scores: npt.NDArray[np.float32] = self._engine.mtp_forward(ids, rows, logits == "last")
+            except BaseException:
+                self._count("draft", ScopeStats(**self._engine.report))
+                raise
+            self._mtp_selection = Selection(**self._engine.mtp_selection)
+            step = ScopeStats(steps=1, positions=ids.size, **self._engine.report)
+            self._count("draft", step.with_selections([self._mtp_selection]))
+        return scores
+
+    def mtp_rewind(self, n: int) -> None:
+        """Drop the MTP block's last n rows.
+
+        Raises:
+            RewindError: n is negative or more than `mtp_position`.
+        """
+        with self._alone():
+            self._engine.mtp_rewind(n)
+
+    def _check_mtp(self) -> None:
+        if not self._options.mtp:
+            raise ConfigError("the model has no MTP block in memory", where="mtp", expected="loaded with mtp=True", got=False)
+
+    # ---- helpers --------------------------------------------------------------------------------------------------
+
+    def _count(self, scope: StatsScope, step: ScopeStats) -> None:
         scopes = {**self._stats.scopes, scope: self._stats.scopes[scope].plus(step)}
         self._stats = dataclasses.replace(self._stats, scopes=scopes)
 

@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-import jax
 import numpy as np
 import numpy.typing as npt
 
 from colibri_jax.config import ModelConfig
-from colibri_jax.errors import ConfigError, ContextOverflowError, MissingTensorError, OptionError, RewindError, ShapeError, TokenError
+from colibri_jax.errors import ContextOverflowError, MissingTensorError, RewindError, ShapeError
+from colibri_jax.reference.arguments import check_choice, check_tokens
 from colibri_jax.reference.attention import MLAForm, final_norm, rope_table
+from colibri_jax.reference.head import load_head, per_row, score_rows
 from colibri_jax.reference.layer import (
     ExpertResidency,
     Float32,
@@ -21,13 +22,12 @@ from colibri_jax.reference.layer import (
     LayerCache,
     LayerResult,
     Params,
-    bucket,
     check_finite,
     empty_cache,
     load_layer,
     run_layer,
 )
-from colibri_jax.reference.mtp import MTPBlock
+from colibri_jax.reference.mtp import MTPBlock, in_memory
 from colibri_jax.reference.quantized import (
     Matrix,
     Precision,
@@ -35,19 +35,14 @@ from colibri_jax.reference.quantized import (
     check_stored,
     look_up_rows,
     prepare,
-    product,
-    row_blocks,
     to_device,
     zero_of,
 )
 from colibri_jax.reference.residency import LayerResidency, Residency
 from colibri_jax.reference.routing import select_experts
-from colibri_jax.routing_spec import SCOPES, RouterSpec, RoutingOptions, Scope, Selection, check_scopes, check_step
-from colibri_jax.stats import ScopeStats, Stats
+from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Scope, Selection, check_scopes, check_step
+from colibri_jax.stats import STATS_SCOPES, ScopeStats, Stats, StatsScope
 from colibri_jax.tensors import tensor_specs
-
-# The head goes to the device in blocks of rows: in float32 a large vocabulary's takes gigabytes, and as much again on the way.
-_HEAD_ROWS = 1 << 14
 
 
 class ReferenceModel:
@@ -86,14 +81,10 @@ class ReferenceModel:
         expert_residency: ExpertResidency = "all",
         layer_residency: LayerResidency = "all",
     ) -> None:
-        for where, value, known in (
-            ("precision", precision, ("full", "w4a32", "w4a8")),
-            ("mla_form", mla_form, ("absorbed", "expanded")),
-            ("expert_residency", expert_residency, ("all", "kept")),
-            ("layer_residency", layer_residency, ("all", "one")),
-        ):
-            if value not in known:
-                raise OptionError(f"unknown {where}", where=where, expected=", ".join(known), got=value)
+        check_choice("precision", precision, ("full", "w4a32", "w4a8"))
+        check_choice("mla_form", mla_form, ("absorbed", "expanded"))
+        check_choice("expert_residency", expert_residency, ("all", "kept"))
+        check_choice("layer_residency", layer_residency, ("all", "one"))
         self._config = config
         self._routing = routing if routing is not None else RoutingOptions()
         self._budget_scopes = check_scopes(budget_scopes)
@@ -124,7 +115,7 @@ class ReferenceModel:
         self._selections: tuple[Selection, ...] = ()
         self._router_logits: tuple[Float32, ...] = ()
         self._hidden_TD: Float32 = np.zeros((0, config.hidden_size), np.float32)
-        self._scopes: dict[Scope, ScopeStats] = {scope: ScopeStats() for scope in SCOPES}
+        self._scopes: dict[StatsScope, ScopeStats] = {scope: ScopeStats() for scope in STATS_SCOPES}
 
     @property
     def config(self) -> ModelConfig:
@@ -160,6 +151,16 @@ class ReferenceModel:
     def mtp_position(self) -> int:
         """Rows in the MTP block's cache."""
         return self._mtp.position if self._mtp is not None else 0
+
+    @property
+    def mtp_hidden(self) -> Float32:
+        """float32 [n, D]: the last `mtp_forward`'s hidden states after the block's norm."""
+        return in_memory(self._mtp).hidden_TD
+
+    @property
+    def mtp_selection(self) -> Selection | None:
+        """The block's Selection of the last `mtp_forward`."""
+        return self._mtp.selection if self._mtp is not None else None
 
     @property
     def selections(self) -> tuple[Selection, ...]:
@@ -218,10 +219,7 @@ class ReferenceModel:
         self._caches, self._selections, self._hidden_TD = caches, tuple(selections), normed_TD
         self._router_logits = tuple(router_logits)
         self._position += ids.size
-        seconds = time.perf_counter() - begin
-        # Phases are not told apart here; the sum of all five is the wall time all the same.
-        spent = ScopeStats(steps=1, positions=ids.size, wall_seconds=seconds, other_seconds=seconds)
-        self._scopes[scope] = self._scopes[scope].plus(spent).with_selections(selections)
+        self._count(scope, begin, ids.size, selections)
         return logits_TW
 
     def rewind(self, n: int) -> None:
@@ -289,52 +287,60 @@ class ReferenceModel:
 
     def normed(self, hidden_TD: Float32) -> Float32:
         """float32 [T, D]: the last layer's output through the final norm."""
-        return self._per_row(final_norm, hidden_TD, self._final_norm, zero_of(self._head()[0]), eps=self._config.rms_eps)
+        return per_row(final_norm, hidden_TD, self._final_norm, zero_of(self._head()[0]), eps=self._config.rms_eps)
 
     def score(self, normed_TD: Float32) -> Float32:
         """float32 [T, W]: logits of hidden states that went through the final norm (or the MTP block's)."""
         check_finite(normed_TD, "head")
-        return np.concatenate([self._per_row(_score, normed_TD, rows) for rows in self._head()], axis=1)
+        return score_rows(normed_TD, self._head())
 
     # ---- MTP ------------------------------------------------------------------------------------------------------
 
-    def mtp_forward(self, tokens_next: Sequence[int] | npt.NDArray[np.integer], trunk_hidden: Float32) -> Float32:
+    def mtp_forward(
+        self,
+        tokens_next: Sequence[int] | npt.NDArray[np.integer],
+        trunk_hidden: Float32 | slice,
+        *,
+        logits: Literal["all", "last"] = "all",
+    ) -> Float32:
         """Append rows to the MTP block: row t scores token t + 2.
 
         The block has its own cache and position (`mtp_position`); rows must follow each other without a gap, so a caller feeds
-        `hidden` of every forward in turn. The budget does not act on it, TOPK and TOPP do.
+        `hidden` of every forward in turn. To draft on past these, feed `mtp_hidden` as if it were the trunk's, and drop those rows
+        again. The budget does not act on the block, TOPK and TOPP do; its steps are counted as "draft".
 
         Args:
             tokens_next: the token after each row's own.
-            trunk_hidden: float32 [n, D], `hidden` at the same rows.
+            trunk_hidden: float32 [n, D], `hidden` at the same rows (or, drafting on, `mtp_hidden`). A slice is rows of `hidden`.
+            logits: score every row, or only the last.
 
         Returns:
-            float32 [n, W].
+            float32 [n, W], or [1, W] with `logits="last"`.
 
         Raises:
             ConfigError: the model has no MTP block.
             TokenError, ContextOverflowError, ShapeError: nothing was appended.
         """
-        if self._mtp is None:
-            raise ConfigError(
-                "the model has no MTP block in memory",
-                where="num_nextn_predict_layers, layer_residency",
-                expected="1, all",
-                got=self._config.n_mtp_layers,
-            )
-        ids = self._check_tokens(tokens_next, self._mtp.position)
+        begin, block = time.perf_counter(), in_memory(self._mtp)
+        check_step("decode", logits)
+        ids = self._check_tokens(tokens_next, block.position)
+        if isinstance(trunk_hidden, slice):
+            trunk_hidden = self._hidden_TD[trunk_hidden]
         if trunk_hidden.shape != (ids.size, self._config.hidden_size):
             expected = [ids.size, self._config.hidden_size]
             raise ShapeError("trunk hidden state", where="mtp_forward", expected=expected, got=list(trunk_hidden.shape))
         options = self._routing.without_budget()
-        normed_TD, _ = self._mtp.forward(
+        rows = block.forward(
             self.embed(ids),
             trunk_hidden,
             self._rope,
             self._geometry,
             lambda logits_TE, router: select_experts(logits_TE, router, options),
         )
-        return self.score(normed_TD)
+        logits_TW = self.score(rows.hidden_TD if logits == "all" else rows.hidden_TD[-1:])
+        block.append(rows)
+        self._count("draft", begin, ids.size, [rows.selection])
+        return logits_TW
 
     def mtp_rewind(self, n: int) -> None:
         """Drop the MTP block's last n rows.
@@ -360,8 +366,7 @@ class ReferenceModel:
     def _head(self) -> tuple[Matrix, ...]:
         def load() -> tuple[Matrix, ...]:
             # A tied head is the embedding's matrix, but its product is the head's.
-            blocks = row_blocks(self._stored("head" if "head" in self._specs else "embed"), _HEAD_ROWS)
-            return tuple(to_device(prepare(rows, storage="int8", precision=self._precision, role="head")) for rows in blocks)
+            return load_head(self._stored("head" if "head" in self._specs else "embed"), self._precision)
 
         return self._parts.get("head", load)
 
@@ -370,30 +375,18 @@ class ReferenceModel:
     def _effective(self, moe_index: int, scope: Scope) -> RoutingOptions:
         return self._routing.effective(moe_index, scope, self._budget_scopes)
 
+    def _count(self, scope: StatsScope, begin: float, positions: int, selections: Sequence[Selection]) -> None:
+        seconds = time.perf_counter() - begin
+        # Phases are not told apart here; the sum of all five is the wall time all the same.
+        spent = ScopeStats(steps=1, positions=positions, wall_seconds=seconds, other_seconds=seconds)
+        self._scopes[scope] = self._scopes[scope].plus(spent).with_selections(selections)
+
     def _check_tokens(self, tokens: Sequence[int] | npt.NDArray[np.integer], position: int) -> npt.NDArray[np.int64]:
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-            raise TokenError("a step needs tokens", where="tokens", expected="integers [n >= 1]", got=f"{ids.dtype} {list(ids.shape)}")
-        outside = np.flatnonzero((ids < 0) | (ids >= self._config.vocab_size))
-        if outside.size:
-            where, limit = f"tokens[{outside[0]}]", self._config.vocab_size
-            raise TokenError("token outside the vocabulary", where=where, expected=f"0 to {limit - 1}", got=int(ids[outside[0]]))
+        ids = check_tokens(tokens, self._config.vocab_size)
         self._check_room(position, ids.size)
-        return ids.astype(np.int64)
+        return ids
 
     def _check_room(self, position: int, n: int) -> None:
         if position + n > self._context:
             got = f"{n} more than {position}"
             raise ContextOverflowError("the step does not fit", where="KV cache", expected=f"at most {self._context} positions", got=got)
-
-    @staticmethod
-    def _per_row(function: jax.stages.Wrapped, rows_TD: Float32, *args: object, **static: object) -> Float32:
-        """Call a compiled function on rows filled up to a power of two."""
-        n_rows = rows_TD.shape[0]
-        padded = np.pad(rows_TD, ((0, bucket(n_rows) - n_rows), (0, 0)))
-        return np.asarray(function(padded, *args, **static))[:n_rows]
-
-
-@jax.jit
-def _score(normed_TD: jax.Array, head: Matrix) -> jax.Array:
-    return product(normed_TD, head)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from colibri_jax.config import ModelConfig
-from colibri_jax.errors import RewindError
+from colibri_jax.errors import ConfigError, RewindError
 from colibri_jax.reference.attention import final_norm, rms_norm
 from colibri_jax.reference.layer import (
     ExpertResidency,
@@ -42,8 +42,19 @@ class _Joint(NamedTuple):
     norm: jax.Array
 
 
+class MTPRows(NamedTuple):
+    """What a call of the block made: float32 [T, D] for the shared head, normed; the layer's selection; the cache after it."""
+
+    hidden_TD: Float32
+    selection: Selection
+    cache: LayerCache
+
+
 class MTPBlock:
-    """The block's weights and its own KV cache, which follows the trunk's at its own pace."""
+    """The block's weights and its own KV cache, which follows the trunk's at its own pace.
+
+    `position` is the number of its rows; `hidden_TD` (float32 [T, D], normed) and `selection` are of the last call that was appended.
+    """
 
     def __init__(self, params: Params, config: ModelConfig, precision: Precision, residency: ExpertResidency) -> None:
         specs = {spec.role: spec for spec in mtp_specs(config) if spec.role.startswith("mtp.")}
@@ -62,6 +73,8 @@ class MTPBlock:
         self._layer: Layer = load_layer(params, config, config.n_layers, precision, residency)
         self._cache: LayerCache = empty_cache(config, config.n_layers)
         self.position = 0
+        self.hidden_TD: Float32 = np.zeros((0, config.hidden_size), np.float32)
+        self.selection: Selection | None = None
 
     def forward(
         self,
@@ -70,16 +83,13 @@ class MTPBlock:
         rope: tuple[Float32, Float32],
         geometry: Geometry,
         select: Callable[[Float32, RouterSpec], Selection],
-    ) -> tuple[Float32, Selection | None]:
-        """Append T rows.
+    ) -> MTPRows:
+        """Compute T rows; `append` makes them the block's.
 
         Args:
             embedding_TD: float32, embeddings of tokens position + 1 … position + T.
             trunk_TD: float32, the trunk's hidden state of positions position … position + T - 1, after its final norm.
             rope, geometry, select: as in `run_layer`.
-
-        Returns:
-            float32 [T, D] for the shared head, normed; and the layer's selection.
         """
         n_rows = embedding_TD.shape[0]
         missing = ((0, bucket(n_rows) - n_rows), (0, 0))
@@ -97,8 +107,13 @@ class MTPBlock:
         normed_TD = final_norm(
             jnp.asarray(np.pad(result.hidden_TD, missing)), self._joint.norm, zero_of(self._joint.eh_proj), eps=geometry.eps
         )
-        self._cache, self.position = result.cache, self.position + n_rows
-        return np.asarray(normed_TD)[:n_rows], result.selection
+        assert result.selection is not None  # the block's layer is never dense
+        return MTPRows(np.asarray(normed_TD)[:n_rows], result.selection, result.cache)
+
+    def append(self, rows: MTPRows) -> None:
+        """Keep what `forward` computed at the present position."""
+        self.hidden_TD, self.selection, self._cache = rows
+        self.position += rows.hidden_TD.shape[0]
 
     def rewind_to(self, position: int) -> None:
         """Forget the rows from `position` on.
@@ -109,6 +124,18 @@ class MTPBlock:
         if not 0 <= position <= self.position:
             raise RewindError("no such row", where="MTP block", expected=f"0 to {self.position}", got=position)
         self.position = position
+
+
+def in_memory(block: MTPBlock | None) -> MTPBlock:
+    """The block.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if block is None:
+        where, expected = "num_nextn_predict_layers, layer_residency", "1, all"
+        raise ConfigError("the model has no MTP block in memory", where=where, expected=expected, got="none")
+    return block
 
 
 @functools.partial(jax.jit, static_argnames="eps")

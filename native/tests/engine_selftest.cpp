@@ -115,7 +115,8 @@ MlaSpec mla_spec() { return {72, 40, 12, 20, 1e-6f}; }
 // Every optional part, and half of a head rotated.
 GqaSpec gqa_spec() { return {2, 18, true, QkNorm::head, 2.0f}; }
 
-// Four layers, the first dense. MLA: the indexer limits attention to 8 positions, layer 2 shares the choice of layer 1.
+// Four layers, the first dense, and an MTP block. MLA: the indexer limits attention to 8 positions, layer 2 shares the choice of
+// layer 1.
 Described write_model(const std::string& path, Kind kind) {
     Described d;
     ModelSpec& m = d.model;
@@ -124,6 +125,7 @@ Described write_model(const std::string& path, Kind kind) {
     m.layers = 4;
     m.dense_hidden = 140;
     m.sparse = {false, true, true, true};
+    m.mtp = true;
     m.rms_eps = 1e-6f;
     m.attention.scale = 0.235f;
     if (kind == Kind::mla) {
@@ -153,7 +155,9 @@ Described write_model(const std::string& path, Kind kind) {
         m.tensors[name] = file.quantised(name, rows, cols, bits, rows16);
     };
     quantised("embed", kVocab, kWidth, 8, false);
-    for (int64_t layer = 0; layer < m.layers; ++layer) {
+    for (int64_t layer = 0; layer <= m.layers; ++layer) {
+        const bool sparse = layer == m.layers || m.sparse[layer];
+        const int bits = layer == m.layers ? 8 : 4;
         const std::string p = "layers." + std::to_string(layer) + ".";
         floats(p + "attn_norm", 1, kWidth, 1, 0.1f);
         floats(p + "mlp_norm", 1, kWidth, 1, 0.1f);
@@ -176,30 +180,31 @@ Described write_model(const std::string& path, Kind kind) {
             floats(p + "attn.q_norm", 1, gqa.head_dim, 1, 0.1f);
             floats(p + "attn.k_norm", 1, gqa.head_dim, 1, 0.1f);
         }
-        if (m.indexer.heads && m.indexer.full[layer]) {
+        if (m.indexer.chooses(layer)) {
             quantised(p + "indexer.wq_b", m.indexer.heads * m.indexer.dim, m.attention.mla().q_rank, 8, false);
             quantised(p + "indexer.wk", m.indexer.dim, kWidth, 8, false);
             floats(p + "indexer.k_norm_weight", 1, m.indexer.dim, 1, 0.1f);
             floats(p + "indexer.k_norm_bias", 1, m.indexer.dim, 0, 0.1f);
             floats(p + "indexer.weights_proj", m.indexer.heads, kWidth, 0, 0.07f);
         }
-        const std::string mlp = p + (m.sparse[layer] ? "shared" : "mlp");
-        const int64_t hidden = m.sparse[layer] ? m.shared_hidden : m.dense_hidden;
-        quantised(mlp + ".gate", hidden, kWidth, 4, true);
-        quantised(mlp + ".up", hidden, kWidth, 4, true);
-        quantised(mlp + ".down", kWidth, hidden, 4, true);
-        if (!m.sparse[layer]) continue;
+        const std::string mlp = p + (sparse ? "shared" : "mlp");
+        const int64_t hidden = sparse ? m.shared_hidden : m.dense_hidden;
+        quantised(mlp + ".gate", hidden, kWidth, bits, true);
+        quantised(mlp + ".up", hidden, kWidth, bits, true);
+        quantised(mlp + ".down", kWidth, hidden, bits, true);
+        if (!sparse) continue;
         floats(p + "router.weight", kExperts, kWidth, 0, 0.14f);
         floats(p + "router.bias", 1, kExperts, 0, 0.1f);
         auto& experts = d.store.experts.emplace_back();
         for (int e = 0; e < kExperts; ++e) {
             const std::string q = p + "experts." + std::to_string(e);
-            experts.push_back({file.quantised(q + ".gate", m.expert_hidden, kWidth, 4, true),
-                               file.quantised(q + ".up", m.expert_hidden, kWidth, 4, true),
-                               file.quantised(q + ".down", kWidth, m.expert_hidden, 4, true)});
+            experts.push_back({file.quantised(q + ".gate", m.expert_hidden, kWidth, bits, true),
+                               file.quantised(q + ".up", m.expert_hidden, kWidth, bits, true),
+                               file.quantised(q + ".down", kWidth, m.expert_hidden, bits, true)});
         }
     }
-    floats("final_norm", 1, kWidth, 1, 0.1f);
+    for (const char* norm : {"final_norm", "mtp.enorm", "mtp.hnorm", "mtp.norm"}) floats(norm, 1, kWidth, 1, 0.1f);
+    quantised("mtp.eh_proj", kWidth, 2 * kWidth, 8, false);
     quantised("head", kVocab, kWidth, 8, false);
     file.close();
     d.store.files = {path};
@@ -258,17 +263,22 @@ std::vector<float> run(const Described& d, const EngineOptions& options, bool di
             }
             if (engine.position() != before) return {};
         }
-        bool finished = false;
-        while (!finished) {
-            try {
-                finished = engine.forward(step.tokens, step.budget, false, logits.data(), never);
-            } catch (const Error& error) {
-                if (error.kind != "ReadError" || engine.position() != before) return {};
-                ++failed;
+        // The same tokens go through the block, on the trunk's hidden states.
+        for (const bool block : {false, true}) {
+            const auto position = [&] { return block ? engine.mtp_position() : engine.position(); };
+            if (position() != before) return {};
+            for (bool finished = false; !finished;) {
+                try {
+                    finished = block ? engine.mtp_forward(step.tokens, engine.hidden().data(), false, logits.data(), never)
+                                     : engine.forward(step.tokens, step.budget, false, logits.data(), never);
+                } catch (const Error& error) {
+                    if (error.kind != "ReadError" || position() != before) return {};
+                    ++failed;
+                }
             }
+            if (position() != before + static_cast<int64_t>(step.tokens.size())) return {};
+            all.insert(all.end(), logits.begin(), logits.end());
         }
-        if (engine.position() != before + static_cast<int64_t>(step.tokens.size())) return {};
-        all.insert(all.end(), logits.begin(), logits.end());
     }
     if (disturb && (abandoned == 0 || failed == 0)) return {};
     return all;
@@ -287,7 +297,8 @@ int check(const std::string& folder, Kind kind, const std::vector<std::string>& 
                     const auto middle = [&](int layer) { return d.store.experts[layer][5].up.weights.offset + 2000; };
                     options.store.hooks =
                         std::make_shared<FaultyReads>(std::vector<ReadFault>{{ReadFault::Kind::io_error, 0, middle(0), 0, 1},
-                                                                             {ReadFault::Kind::io_error, 0, middle(2), 0, 2}},
+                                                                             {ReadFault::Kind::io_error, 0, middle(2), 0, 2},
+                                                                             {ReadFault::Kind::io_error, 0, middle(3), 0, 1}},
                                                       false);
                 }
                 const std::vector<float> found = run(d, options, disturb, disturb);

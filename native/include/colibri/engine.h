@@ -69,7 +69,12 @@ struct IndexerSpec {
     int64_t dim = 0;
     int64_t topk = 0;
     float eps = 0;
-    std::vector<bool> full;  // per layer; false reuses the choice of the previous full layer
+    std::vector<bool> full;  // per trunk layer; false reuses the choice of the previous full layer
+
+    // Whether a layer chooses by itself; the MTP block's, which comes after the trunk's, does.
+    bool chooses(int64_t layer) const {
+        return heads && (layer >= static_cast<int64_t>(full.size()) || full[static_cast<size_t>(layer)]);
+    }
 };
 
 // The model as colibri_jax.config.ModelConfig describes it, and where its tensors lie.
@@ -82,8 +87,12 @@ struct ModelSpec {
     int64_t experts = 0, expert_hidden = 0, shared_hidden = 0;
     RouterSpec router;  // bias empty: it is a tensor of each layer
     bool tied = false;
+    bool mtp = false;  // an MTP block follows the trunk: layer `layers`, and the store's last layer
     std::map<std::string, StoredMatrix>
-        tensors;  // by role (colibri_jax/tensors.py), trunk only, without routed experts; bits 32: float32
+        tensors;  // by role (colibri_jax/tensors.py), of all that is loaded, without routed experts; bits 32: float32
+
+    int64_t moe_layers() const;    // of the trunk
+    int64_t store_layers() const;  // with the MTP block's
 };
 
 struct EngineOptions {
@@ -94,7 +103,7 @@ struct EngineOptions {
     bool quantised_activations = true;  // false: float32 activations (precision "w4a32")
     int64_t step_bytes = 0;             // working memory and logits that a step may take; 0: no bound
     RoutingOptions routing;             // TOPK and TOPP act always, the rest where a step says so
-    std::vector<int64_t> budgets;       // one per MoE layer, 0 off
+    std::vector<int64_t> budgets;       // one per MoE layer of the trunk, 0 off
 };
 
 enum class Phase { disk_wait, experts, attention, head, other };
@@ -128,7 +137,7 @@ struct Trace {
 
 struct MemoryPlan {
     int64_t dense_bytes = 0;              // weights that stay in memory
-    int64_t kv_cache_bytes = 0;           // keys and values, indexer keys
+    int64_t kv_cache_bytes = 0;           // keys and values, indexer keys; the MTP block's too
     int64_t store_bytes = 0;              // expert slots and staging buffers
     int64_t step_bytes_per_position = 0;  // working memory of a step, without logits
     int64_t fixed_bytes = 0;              // working memory whatever the step
@@ -153,7 +162,18 @@ class Engine {
     void rewind(int64_t positions);
     int64_t position() const;
     const std::vector<Selection>& selections() const;  // of the last step, one per MoE layer
-    const StepReport& report() const;                  // of the last step
+    const StepReport& report() const;                  // of the last step or MTP step
+    std::span<const float> hidden() const;             // [n][width]: the last finished step's rows after the final norm
+
+    // The MTP block, with rows and a cache of its own; Error("ConfigError") where it was not loaded. A step appends a row for each
+    // of `tokens_next`, the token after the row's own; `hidden` [n][width] is the trunk's (or, drafting on, the block's) hidden
+    // state of the rows. Else as forward(). No budget acts; a rewind of the trunk takes the block's later rows along.
+    bool mtp_forward(std::span<const int32_t> tokens_next, const float* hidden, bool last_only, float* logits,
+                     const std::function<bool()>& interrupted);
+    void mtp_rewind(int64_t rows);
+    int64_t mtp_position() const;
+    std::span<const float> mtp_hidden() const;  // [n][width]: the last finished MTP step's rows after the block's norm
+    const Selection& mtp_selection() const;     // of the last MTP step
 
     // Quantiser inputs are many times the rest: none, those of all layers, or those of one (0 …).
     static constexpr int64_t kNoInputs = -2, kAllInputs = -1;

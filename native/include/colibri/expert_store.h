@@ -48,7 +48,7 @@ enum class CachePolicy { step_lfu, lru };
 
 struct StoreOptions {
     std::vector<std::string> files;
-    std::vector<std::vector<StoredExpert>> experts;  // [MoE layer][expert]; all of one shape
+    std::vector<std::vector<StoredExpert>> experts;  // [MoE layer][expert]; all of a layer have one shape
     std::vector<std::vector<int32_t>> pinned;        // [MoE layer], or empty: kept from their first use on, in slots of their own
     int64_t cache_experts = 1;                       // slots per layer for the others; more than there are counts as all
     CachePolicy cache_policy = CachePolicy::step_lfu;
@@ -131,9 +131,9 @@ class ExpertStore {
     int64_t free_slots() const;                 // neither cached, nor leased, nor being read into
     StoreCounters counters() const;
     double wait_seconds() const;
-    std::string reader() const;         // "direct" or "buffered (<reason>)", and by what: "direct, io_uring"
-    int64_t slot_bytes() const;         // memory of one slot
-    int64_t expert_file_bytes() const;  // bytes of one expert on disk, without alignment
+    std::string reader() const;                      // "direct" or "buffered (<reason>)", and by what: "direct, io_uring"
+    int64_t slot_bytes() const;                      // memory of one slot
+    int64_t expert_file_bytes(int layer = 0) const;  // bytes of one expert on disk, without alignment
     // Memory that a store of these options takes: slots of all layers, staging buffers.
     static int64_t memory_bytes(const StoreOptions& options);
 

@@ -6,6 +6,8 @@
 
 #include <memory>
 #include <optional>
+#include <span>
+#include <variant>
 
 #include "../io/faults.h"
 #include "bindings.h"
@@ -110,6 +112,7 @@ ModelSpec model_from(const py::dict& d) {
     m.shared_hidden = get<int64_t>(d, "shared_hidden");
     m.router = router_from(d["router"]);
     m.tied = get<bool>(d, "tied");
+    m.mtp = get<bool>(d, "mtp");
     for (const auto& [role, stored] : d["tensors"].cast<py::dict>()) m.tensors[role.cast<std::string>()] = matrix_from(stored);
     return m;
 }
@@ -194,19 +197,21 @@ class PyEngine {
     py::array_t<float> forward(const py::array_t<int32_t, py::array::c_style>& tokens, bool budget_acts, bool last_only) {
         const std::span<const int32_t> view(tokens.data(), static_cast<size_t>(tokens.size()));
         const py::ssize_t rows = last_only ? 1 : tokens.size();
-        py::array_t<float> logits({rows, static_cast<py::ssize_t>(vocab_)});
-        float* out = logits.mutable_data();
-        bool finished = false;
-        {
-            const py::gil_scoped_release release;
-            finished = engine_->forward(view, budget_acts, last_only, out, [] {
-                const py::gil_scoped_acquire acquire;
-                return PyErr_CheckSignals() != 0;
-            });
-        }
-        if (!finished) throw py::error_already_set();
-        return logits;
+        return scored(rows, [&](float* out) { return engine_->forward(view, budget_acts, last_only, out, interrupted); });
     }
+
+    // `hidden` is float32 [n][width], or the first of n rows of the last forward's, which then stay where they are.
+    py::array_t<float> mtp_forward(const py::array_t<int32_t, py::array::c_style>& tokens_next,
+                                   const std::variant<int64_t, py::array_t<float, py::array::c_style>>& hidden, bool last_only) {
+        const std::span<const int32_t> view(tokens_next.data(), static_cast<size_t>(tokens_next.size()));
+        const auto* given = std::get_if<py::array_t<float, py::array::c_style>>(&hidden);
+        const float* rows = given ? given->data() : engine_->hidden().data() + std::get<int64_t>(hidden) * width_;
+        return scored(last_only ? 1 : tokens_next.size(),
+                      [&](float* out) { return engine_->mtp_forward(view, rows, last_only, out, interrupted); });
+    }
+
+    py::array_t<float> hidden() const { return rows_of(engine_->hidden()); }
+    py::array_t<float> mtp_hidden() const { return rows_of(engine_->mtp_hidden()); }
 
     py::list selections() const {
         py::list list;
@@ -247,6 +252,29 @@ class PyEngine {
     Engine& engine() { return *engine_; }
 
   private:
+    static bool interrupted() {
+        const py::gil_scoped_acquire acquire;
+        return PyErr_CheckSignals() != 0;
+    }
+
+    // The logits that `step` writes without the GIL; the signal's exception where it was interrupted.
+    template <typename Step>
+    py::array_t<float> scored(py::ssize_t rows, const Step& step) {
+        py::array_t<float> logits({rows, vocab_});
+        float* out = logits.mutable_data();
+        bool finished = false;
+        {
+            const py::gil_scoped_release release;
+            finished = step(out);
+        }
+        if (!finished) throw py::error_already_set();
+        return logits;
+    }
+
+    py::array_t<float> rows_of(std::span<const float> values) const {
+        return py::array_t<float>({static_cast<py::ssize_t>(values.size()) / width_, width_}, values.data());
+    }
+
     py::ssize_t vocab_ = 0, width_ = 0, experts_ = 0, cache_width_ = 0, index_dim_ = 0;
     std::unique_ptr<Engine> engine_;
 };
@@ -266,6 +294,12 @@ void bind_engine(py::module_& module) {
         .def("rewind", [](PyEngine& self, int64_t n) { self.engine().rewind(n); })
         .def_property_readonly("position", [](PyEngine& self) { return self.engine().position(); })
         .def_property_readonly("selections", &PyEngine::selections)
+        .def_property_readonly("hidden", &PyEngine::hidden)
+        .def("mtp_forward", &PyEngine::mtp_forward, py::arg("tokens_next"), py::arg("hidden"), py::arg("last_only"))
+        .def("mtp_rewind", [](PyEngine& self, int64_t n) { self.engine().mtp_rewind(n); })
+        .def_property_readonly("mtp_position", [](PyEngine& self) { return self.engine().mtp_position(); })
+        .def_property_readonly("mtp_hidden", &PyEngine::mtp_hidden)
+        .def_property_readonly("mtp_selection", [](PyEngine& self) { return selection_dict(self.engine().mtp_selection()); })
         .def_property_readonly("report", [](PyEngine& self) { return report_dict(self.engine().report()); })
         .def(
             "set_trace",

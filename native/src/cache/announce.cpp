@@ -65,8 +65,8 @@ std::unique_ptr<WalkItem> StoreCore::take_announced(WalkState& walk, int expert)
         --announced_loading;
         ++walk.loading;
     } else {
-        counters.useful_bytes += geometry.expert_file_bytes;
-        counters.prefetch_useful_bytes += geometry.expert_file_bytes;
+        counters.useful_bytes += file_bytes(*taken->stored);
+        counters.prefetch_useful_bytes += file_bytes(*taken->stored);
     }
     return taken;
 }
@@ -92,7 +92,7 @@ void StoreCore::forsake() {
 
 void StoreCore::forget_bytes(WalkItem& item) {
     if (item.state != State::ready) return;
-    counters.prefetch_wasted_bytes += geometry.expert_file_bytes;
+    counters.prefetch_wasted_bytes += file_bytes(*item.stored);
     free_slot(item.slot);
     --announced_slots;
 }

@@ -126,7 +126,10 @@ StoreCounters ExpertStore::counters() const {
 double ExpertStore::wait_seconds() const { return counters().wait_seconds; }
 std::string ExpertStore::reader() const { return impl_->core.files.description() + ", " + impl_->core.reader->name(); }
 int64_t ExpertStore::slot_bytes() const { return static_cast<int64_t>(impl_->core.geometry.slot_bytes); }
-int64_t ExpertStore::expert_file_bytes() const { return static_cast<int64_t>(impl_->core.geometry.expert_file_bytes); }
+int64_t ExpertStore::expert_file_bytes(int layer) const {
+    impl_->core.check_expert(layer, 0);
+    return static_cast<int64_t>(file_bytes(impl_->core.options.experts[static_cast<size_t>(layer)][0]));
+}
 int64_t ExpertStore::memory_bytes(const StoreOptions& options) { return static_cast<int64_t>(geometry_of(options).total_bytes()); }
 
 }  // namespace colibri

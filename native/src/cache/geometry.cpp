@@ -35,7 +35,7 @@ void check_expert(const StoredExpert& expert, const StoredExpert& first, const S
         check_extent(m.weights, stored_weight_bytes(m), options);
         check_extent(m.scales, stored_scale_bytes(m), options);
         if (!same_form(m, first.*member))
-            throw Error("ShapeError", "experts of one store have one shape and format", m.weights.tensor, "as the first expert",
+            throw Error("ShapeError", "experts of one layer have one shape and format", m.weights.tensor, "as the first expert",
                         "another");
     }
 }
@@ -67,6 +67,12 @@ void check_pinned(const StoreOptions& options) {
 
 bool used_in_place(const StoredExpert& e) { return e.gate.rows16 && e.up.rows16 && e.down.rows16; }
 
+uint64_t file_bytes(const StoredExpert& e) {
+    uint64_t sum = 0;
+    for (const Extent* extent : extents_of(e)) sum += extent->nbytes;
+    return sum;
+}
+
 std::array<uint64_t, 3> repacked_offsets(const StoredExpert& e) {
     const auto lines = [](const StoredMatrix& m) { return (static_cast<uint64_t>(rows16_bytes(m)) + kLine - 1) / kLine * kLine; };
     return {0, lines(e.gate), lines(e.gate) + lines(e.up)};
@@ -84,27 +90,27 @@ Geometry geometry_of(const StoreOptions& options) {
     g.spare_slots = options.io_threads + kSparesPastThreads;
     g.prefetch_slots = options.prefetch_experts;
     g.slots = g.spare_slots + g.prefetch_slots;
-    uint64_t largest_read = 0;
     for (const auto& layer : options.experts) {
         if (layer.empty()) throw Error("OptionError", "a layer needs experts", "experts", "at least one", "none");
         const size_t at = g.slots_per_layer.size();
         const auto pinned = static_cast<int64_t>(options.pinned.empty() ? 0 : options.pinned[at].size());
         g.slots_per_layer.push_back(std::min(options.cache_experts, static_cast<int64_t>(layer.size()) - pinned));
         g.slots += g.slots_per_layer.back() + pinned;
+        // Any slot may serve any layer.
         for (const StoredExpert& expert : layer) {
-            check_expert(expert, options.experts[0][0], options);
-            largest_read = std::max(largest_read, plan_reads(expert).buffer_bytes);
+            check_expert(expert, layer[0], options);
+            const uint64_t read = plan_reads(expert).buffer_bytes;
+            if (used_in_place(expert)) {
+                g.slot_bytes = std::max(g.slot_bytes, read);
+                continue;
+            }
+            g.staging_bytes = std::max(g.staging_bytes, read);
+            g.slot_bytes =
+                std::max(g.slot_bytes, align_up(repacked_offsets(expert)[2] + static_cast<uint64_t>(rows16_bytes(expert.down))));
         }
     }
-    const StoredExpert& first = options.experts[0][0];
-    for (const Extent* extent : extents_of(first)) g.expert_file_bytes += extent->nbytes;
-    g.slot_bytes = largest_read;
-    if (!used_in_place(first)) {
-        // Announced reads that nobody will take may still hold theirs when a walk begins.
-        g.staging_buffers = options.io_threads * (g.prefetch_slots ? 2 : 1);
-        g.staging_bytes = largest_read;
-        g.slot_bytes = align_up(repacked_offsets(first)[2] + static_cast<uint64_t>(rows16_bytes(first.down)));
-    }
+    // Announced reads that nobody will take may still hold theirs when a walk begins.
+    if (g.staging_bytes) g.staging_buffers = options.io_threads * (g.prefetch_slots ? 2 : 1);
     return g;
 }
 

@@ -17,7 +17,6 @@ struct Geometry {
     uint64_t slot_bytes = 0;               // multiple of 4096
     int64_t staging_buffers = 0;           // row-major bytes on their way into a slot; 0 where every matrix is rows16
     uint64_t staging_bytes = 0;            // of one such buffer, multiple of 4096
-    uint64_t expert_file_bytes = 0;
 
     uint64_t total_bytes() const {
         return static_cast<uint64_t>(slots) * slot_bytes + static_cast<uint64_t>(staging_buffers) * staging_bytes;
@@ -32,5 +31,8 @@ std::array<uint64_t, 3> repacked_offsets(const StoredExpert& expert);
 
 // True where the read itself goes to the slot.
 bool used_in_place(const StoredExpert& expert);
+
+// Bytes of an expert on disk, without alignment.
+uint64_t file_bytes(const StoredExpert& expert);
 
 }  // namespace colibri

@@ -66,8 +66,8 @@ void WalkItem::read_done(int range, const ReadResult& result) noexcept {
         store.free_slot(std::exchange(slot, nullptr));
         --(announced ? store.announced_slots : walk->ahead);
     } else if (walk) {
-        store.counters.useful_bytes += store.geometry.expert_file_bytes;
-        if (announced) store.counters.prefetch_useful_bytes += store.geometry.expert_file_bytes;
+        store.counters.useful_bytes += file_bytes(*stored);
+        if (announced) store.counters.prefetch_useful_bytes += file_bytes(*stored);
     }
     store.start_reads();
     store.changed.notify_all();

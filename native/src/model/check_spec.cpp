@@ -43,6 +43,9 @@ void check_attention(const AttentionSpec& spec) {
 
 }  // namespace
 
+int64_t ModelSpec::moe_layers() const { return std::count(sparse.begin(), sparse.end(), true); }
+int64_t ModelSpec::store_layers() const { return moe_layers() + mtp; }
+
 void check_spec(const ModelSpec& m, const EngineOptions& o) {
     within("vocab", m.vocab, 1);
     within("width", m.width, 1);
@@ -58,18 +61,17 @@ void check_spec(const ModelSpec& m, const EngineOptions& o) {
         if (!m.indexer.full[0])
             throw Error("OptionError", "the first layer has no earlier choice to share", "indexer kinds", "full", "shared");
     }
-    const int64_t moe_layers = std::count(m.sparse.begin(), m.sparse.end(), true);
-    if (moe_layers) {
+    if (m.store_layers()) {
         within("experts", m.experts, 1, 1 << 20);
         within("expert_hidden", m.expert_hidden, 1);
         within("shared_hidden", m.shared_hidden, 0);
         within("top_k", m.router.top_k, 1, m.experts);
         within("n_group", m.router.n_group, 1, m.experts);
         within("topk_group", m.router.topk_group, 1, m.router.n_group);
-        length("experts of layers", o.store.experts.size(), moe_layers);
+        length("experts of layers", o.store.experts.size(), m.store_layers());
         for (const auto& layer : o.store.experts) length("experts of a layer", layer.size(), m.experts);
     }
-    length("budgets", o.budgets.size(), moe_layers);
+    length("budgets", o.budgets.size(), m.moe_layers());
     within("context", o.context, 1);
     within("threads", o.threads, 1, 1 << 12);
 }

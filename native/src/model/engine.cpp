@@ -6,26 +6,19 @@
 #include <cmath>
 #include <cstring>
 #include <optional>
+#include <utility>
 
 #include "attention.h"
 #include "check_spec.h"
 #include "colibri/error.h"
 #include "moe.h"
+#include "mtp.h"
 
 namespace colibri {
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-Resident resident_form(const std::string& role) {
-    const auto ends_with = [&](const char* tail) { return role.ends_with(tail); };
-    if (role == "embed" || ends_with(".kv_b") || ends_with(".wq_b") || ends_with(".wk")) return Resident::row_major;
-    if (ends_with("norm") || ends_with("norm_weight") || ends_with("bias") || ends_with("router.weight") ||
-        ends_with("weights_proj"))
-        return Resident::f32;
-    return Resident::rows16;
-}
 
 StoreCounters difference(const StoreCounters& after, const StoreCounters& before) {
     StoreCounters d = after;
@@ -43,6 +36,17 @@ StoreCounters difference(const StoreCounters& after, const StoreCounters& before
     return d;
 }
 
+// What `compute` throws of values names their layer: unlike reads, which name their tensor, they do not know where they are.
+template <typename Compute>
+void in_layer(int64_t layer, const Compute& compute) {
+    try {
+        compute();
+    } catch (const Error& error) {
+        if (!error.kind.starts_with("NonFinite")) throw;
+        throw Error(error.kind, error.rule, "layer " + std::to_string(layer) + ", " + error.where, error.expected, error.got);
+    }
+}
+
 }  // namespace
 
 struct Engine::Impl {
@@ -54,11 +58,13 @@ struct Engine::Impl {
     Weights embed, final_norm, head;
     std::vector<std::unique_ptr<Attention>> attention;
     std::vector<FeedForward> feed_forward;
+    std::unique_ptr<MtpBlock> mtp;  // null where it was not asked for
     std::unique_ptr<ExpertStore> store;
     AttentionScratch attention_scratch;
     FeedForwardScratch feed_forward_scratch;
     Activations head_input;
-    Buffer<float> hidden;
+    Buffer<float> hidden, kept_hidden;  // of the step at work; of the last finished one, after the final norm
+    int64_t kept_rows = 0;
     int64_t position = 0;
     std::vector<Selection> selections;
     StepReport report;
@@ -88,22 +94,23 @@ struct Engine::Impl {
             attention.push_back(Attention::make(model, layer, options.context, files));
             feed_forward.emplace_back(model, layer, model.sparse[layer] ? moe_layers++ : -1, files);
         }
-        if (moe_layers) store = std::make_unique<ExpertStore>(options.store);
+        if (model.mtp) mtp = std::make_unique<MtpBlock>(model, options.context, files);
+        if (model.store_layers()) store = std::make_unique<ExpertStore>(options.store);
         attention_scratch.per_thread.resize(pool.threads());
         selections.resize(moe_layers);
         bytes_per_position = Engine::memory_plan(model, options).step_bytes_per_position;
     }
 
-    void check(std::span<const int32_t> tokens, bool last_only) const {
+    void check(std::span<const int32_t> tokens, int64_t start, bool last_only) const {
         const int64_t n = static_cast<int64_t>(tokens.size());
         if (n < 1) throw Error("TokenError", "a step needs tokens", "tokens", "1 or more", "0");
         for (int64_t p = 0; p < n; ++p)
             if (tokens[p] < 0 || tokens[p] >= model.vocab)
                 throw Error("TokenError", "token outside the vocabulary", "tokens[" + std::to_string(p) + "]",
                             "0 … " + std::to_string(model.vocab - 1), std::to_string(tokens[p]));
-        if (position + n > options.context)
-            throw Error("ContextOverflowError", "the step does not fit in the KV cache", "position " + std::to_string(position),
-                        "at most " + std::to_string(options.context - position) + " tokens", std::to_string(n));
+        if (start + n > options.context)
+            throw Error("ContextOverflowError", "the step does not fit in the KV cache", "position " + std::to_string(start),
+                        "at most " + std::to_string(options.context - start) + " tokens", std::to_string(n));
         if (!options.step_bytes) return;
         const int64_t logits = model.vocab * static_cast<int64_t>(sizeof(float)),
                       each = bytes_per_position + (last_only ? 0 : logits);
@@ -125,7 +132,7 @@ struct Engine::Impl {
         hidden.reserve(n * width);
         for (int64_t p = 0; p < n; ++p) embed.row(products.kernels(), tokens[p], hidden.data() + p * width);
         attention_scratch.attended.clear();
-        MoEContext context{products, store.get(), store ? &options.store.experts[0][0] : nullptr, clock, report, tracing};
+        MoEContext context{products, store.get(), nullptr, clock, report, tracing};
         feed_forward_scratch.ahead_moe_index = -1;
         trace = {};
         for (int64_t layer = 0; layer < model.layers; ++layer) {
@@ -133,14 +140,7 @@ struct Engine::Impl {
             products.trace_layer = layer;
             products.trace = tracing && (traced_inputs == kAllInputs || traced_inputs == layer) ? &trace : nullptr;
             if (tracing) trace.hidden.emplace_back(hidden.data(), hidden.data() + n * width);
-            try {
-                run_layer(context, layer, n, budget_acts);
-            } catch (const Error& error) {
-                // Reads name their tensor; values do not know where they are.
-                if (!error.kind.starts_with("NonFinite")) throw;
-                throw Error(error.kind, error.rule, "layer " + std::to_string(layer) + ", " + error.where, error.expected,
-                            error.got);
-            }
+            in_layer(layer, [&] { run_layer(context, layer, n, budget_acts); });
         }
         products.trace = nullptr;
         if (tracing) trace.hidden.emplace_back(hidden.data(), hidden.data() + n * width);
@@ -158,6 +158,7 @@ struct Engine::Impl {
         }
         FeedForward& ffn = feed_forward[layer];
         const bool sparse = ffn.sparse();
+        context.shape = sparse ? &options.store.experts[ffn.moe_index()][0] : nullptr;
         Selection* selection = sparse ? &selections[ffn.moe_index()] : nullptr;
         std::optional<FeedForward::Next> next;
         if (options.store.prefetch_experts && layer + 1 < model.layers && model.sparse[layer + 1]) {
@@ -172,14 +173,35 @@ struct Engine::Impl {
         }
     }
 
-    void score(int64_t n, bool last_only, float* logits) {
+    bool draft(std::span<const int32_t> tokens_next, const float* trunk, bool last_only, float* logits,
+               const std::function<bool()>& interrupted) {
+        if (interrupted()) return false;
+        const int64_t n = static_cast<int64_t>(tokens_next.size());
+        products.trace = nullptr;
+        feed_forward_scratch.ahead_moe_index = -1;
+        MoEContext context{products, store.get(), &options.store.experts.back()[0], clock, report, false};
+        const MtpBlock::Shared shared{embed, rope, attention_scratch, feed_forward_scratch};
+        const float* normed = nullptr;
+        in_layer(model.layers, [&] { normed = mtp->step(context, shared, routing(0, false), tokens_next, trunk); });
+        if (interrupted()) return false;
+        score(normed, n, last_only, logits);
+        mtp->commit(n);
+        return true;
+    }
+
+    // The rows that went through all layers, in place.
+    const float* normed_hidden(int64_t n) {
+        for (int64_t p = 0; p < n; ++p) {
+            float* row = hidden.data() + p * model.width;
+            products.kernels().rms_norm(row, final_norm.f32(), model.rms_eps, model.width, row);
+        }
+        return hidden.data();
+    }
+
+    void score(const float* normed, int64_t n, bool last_only, float* logits) {
         const PhaseClock::Scope timed(clock, Phase::head);
         const int64_t first = last_only ? n - 1 : 0, width = model.width;
-        float* normed = hidden.data() + first * width;
-        for (int64_t p = first; p < n; ++p)
-            products.kernels().rms_norm(hidden.data() + p * width, final_norm.f32(), model.rms_eps, width,
-                                        hidden.data() + p * width);
-        head_input.set(normed, n - first, width, "head input");
+        head_input.set(normed + first * width, n - first, width, "head input");
         products.multiply(head.view(), head_input, logits, model.vocab);
         for (int64_t i = 0; i < (n - first) * model.vocab; ++i)
             if (!std::isfinite(logits[i]))
@@ -189,63 +211,62 @@ struct Engine::Impl {
                             "finite", std::to_string(logits[i]));
     }
 
-    void account(Clock::time_point begin, const StoreCounters& before) {
-        clock.enter(Phase::other);
-        report.phase_seconds = clock.seconds();
-        if (store) report.store = difference(store->counters(), before);
-        report.wall_seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    // Runs a step that has been checked, and reports what it did whether or not it finished.
+    template <typename Compute>
+    bool reported(Clock::time_point begin, const Compute& compute) {
+        clock.start();
+        const StoreCounters before = store ? store->counters() : StoreCounters{};
+        const auto account = [&] {
+            clock.enter(Phase::other);
+            report.phase_seconds = clock.seconds();
+            if (store) report.store = difference(store->counters(), before);
+            report.wall_seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+        };
+        bool finished = false;
+        try {
+            finished = compute();
+        } catch (...) {
+            account();
+            throw;
+        }
+        account();
+        return finished;
+    }
+
+    MtpBlock& block() const {
+        if (!mtp)
+            throw Error("ConfigError", "no MTP block in memory", "mtp", "a container that has one, loaded with mtp=True", "none");
+        return *mtp;
     }
 };
 
 Engine::Engine(ModelSpec model, EngineOptions options) : impl_(std::make_unique<Impl>(std::move(model), std::move(options))) {}
 Engine::~Engine() = default;
 
-MemoryPlan Engine::memory_plan(const ModelSpec& m, const EngineOptions& o) {
-    check_spec(m, o);
-    MemoryPlan plan;
-    for (const auto& [role, stored] : m.tensors) plan.dense_bytes += Weights::memory_bytes(stored, resident_form(role));
-    if (m.tied) plan.dense_bytes += Weights::memory_bytes(m.tensors.at("embed"), Resident::rows16);
-    for (int64_t layer = 0; layer < m.layers; ++layer) {
-        plan.kv_cache_bytes += o.context * m.attention.cache_width() * 4;
-        if (m.indexer.heads && m.indexer.full[layer]) plan.kv_cache_bytes += o.context * m.indexer.dim * 4;
-    }
-    const bool has_experts = std::find(m.sparse.begin(), m.sparse.end(), true) != m.sparse.end();
-    plan.store_bytes = has_experts ? ExpertStore::memory_bytes(o.store) : 0;
-    // Every float of a step may also stand quantised beside itself: one byte each, and two words per group of 16 or more.
-    const int64_t floats = m.width + Attention::scratch_floats_per_position(m) + FeedForward::scratch_floats_per_position(m);
-    const int64_t moe_layers = std::count(m.sparse.begin(), m.sparse.end(), true);
-    // Ids and weights of every selection, here and in Python.
-    plan.step_bytes_per_position = floats * 4 + floats * (16 + 8) / 16 + 2 * moe_layers * m.router.top_k * 8;
-    // With float32 activations every thread dequantises one row block at a time.
-    int64_t widest = has_experts ? std::max(m.width, m.expert_hidden) : m.width;
-    for (const auto& [role, stored] : m.tensors)
-        if (resident_form(role) == Resident::rows16) widest = std::max(widest, stored.cols);
-    plan.fixed_bytes =
-        Rope::memory_bytes(m.attention.rope, o.context) + o.threads * Attention::scratch_floats_per_thread(m, o.context) * 4 +
-        (has_experts ? FeedForward::scratch_floats(m) * 4 : 0) + (o.quantised_activations ? 0 : o.threads * kRowBlock * widest * 4);
-    return plan;
-}
-
 bool Engine::forward(std::span<const int32_t> tokens, bool budget_acts, bool last_only, float* logits,
                      const std::function<bool()>& interrupted) {
     Impl& self = *impl_;
     const Clock::time_point begin = Clock::now();
     self.report = {};
-    self.check(tokens, last_only);
-    self.clock.start();
-    const StoreCounters before = self.store ? self.store->counters() : StoreCounters{};
-    const int64_t n = static_cast<int64_t>(tokens.size());
-    bool finished = false;
-    try {
-        finished = self.run(tokens, budget_acts, interrupted);
-        if (finished) self.score(n, last_only, logits);
-    } catch (...) {
-        self.account(begin, before);
-        throw;
-    }
-    if (finished) self.position += n;
-    self.account(begin, before);
-    return finished;
+    self.check(tokens, self.position, last_only);
+    return self.reported(begin, [&] {
+        if (!self.run(tokens, budget_acts, interrupted)) return false;
+        const int64_t n = static_cast<int64_t>(tokens.size());
+        self.score(self.normed_hidden(n), n, last_only, logits);
+        std::swap(self.hidden, self.kept_hidden);
+        self.kept_rows = n;
+        self.position += n;
+        return true;
+    });
+}
+
+bool Engine::mtp_forward(std::span<const int32_t> tokens_next, const float* hidden, bool last_only, float* logits,
+                         const std::function<bool()>& interrupted) {
+    Impl& self = *impl_;
+    const Clock::time_point begin = Clock::now();
+    self.report = {};
+    self.check(tokens_next, self.block().position(), last_only);
+    return self.reported(begin, [&] { return self.draft(tokens_next, hidden, last_only, logits, interrupted); });
 }
 
 void Engine::rewind(int64_t positions) {
@@ -253,11 +274,25 @@ void Engine::rewind(int64_t positions) {
         throw Error("RewindError", "cannot drop more positions than there are", "rewind", "0 … " + std::to_string(impl_->position),
                     std::to_string(positions));
     impl_->position -= positions;
+    if (impl_->mtp) impl_->mtp->rewind_to(std::min(impl_->mtp->position(), impl_->position));
+}
+
+void Engine::mtp_rewind(int64_t rows) {
+    if (!impl_->mtp || rows < 0 || rows > mtp_position())
+        throw Error("RewindError", "cannot drop more rows than there are", "mtp_rewind", "0 … " + std::to_string(mtp_position()),
+                    std::to_string(rows));
+    impl_->mtp->rewind_to(mtp_position() - rows);
 }
 
 int64_t Engine::position() const { return impl_->position; }
 const std::vector<Selection>& Engine::selections() const { return impl_->selections; }
 const StepReport& Engine::report() const { return impl_->report; }
+std::span<const float> Engine::hidden() const {
+    return {impl_->kept_hidden.data(), static_cast<size_t>(impl_->kept_rows * impl_->model.width)};
+}
+int64_t Engine::mtp_position() const { return impl_->mtp ? impl_->mtp->position() : 0; }
+std::span<const float> Engine::mtp_hidden() const { return impl_->block().hidden(); }
+const Selection& Engine::mtp_selection() const { return impl_->block().selection(); }
 void Engine::set_trace(bool on, int64_t inputs) {
     impl_->tracing = on;
     impl_->traced_inputs = inputs;

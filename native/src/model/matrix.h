@@ -42,6 +42,9 @@ enum class Resident {
     f32,
 };
 
+// The form of a tensor by its role.
+Resident resident_form(const std::string& role);
+
 // A dense tensor in memory.
 class Weights {
   public:

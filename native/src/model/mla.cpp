@@ -19,7 +19,7 @@ MlaAttention::MlaAttention(const ModelSpec& model, int64_t layer, int64_t contex
     kv_a_ = load("attn.kv_a", Resident::rows16, files);
     kv_a_norm_ = load("attn.kv_a_norm", Resident::f32, files);
     kv_b_ = load("attn.kv_b", Resident::row_major, files);
-    if (model.indexer.heads && model.indexer.full[layer]) indexer_ = std::make_unique<Indexer>(model, layer, context, files);
+    if (model.indexer.chooses(layer)) indexer_ = std::make_unique<Indexer>(model, layer, context, files);
 }
 
 void MlaAttention::project(Products& products, const Rope& rope, AttentionScratch& s, int64_t n, int64_t start) {

@@ -116,7 +116,8 @@ Selection FeedForward::choose(MoEContext& context, FeedForwardScratch& s, const 
 void FeedForward::count_avoided(MoEContext& context, const Selection& selection) const {
     for (const int32_t expert : selection.removed)
         if (!context.store->resident(static_cast<int>(moe_index_), expert))
-            context.report.avoided_read_bytes_estimate += static_cast<uint64_t>(context.store->expert_file_bytes());
+            context.report.avoided_read_bytes_estimate +=
+                static_cast<uint64_t>(context.store->expert_file_bytes(static_cast<int>(moe_index_)));
 }
 
 void FeedForward::look_ahead(MoEContext& context, FeedForwardScratch& s, const RoutingOptions& options, const float* hidden,

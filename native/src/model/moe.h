@@ -36,7 +36,7 @@ void run_mlp(Products& products, const MlpViews& mlp, Activations& x, FeedForwar
 struct MoEContext {
     Products& products;
     ExpertStore* store;
-    const StoredExpert* shape;  // every expert's; null without MoE layers
+    const StoredExpert* shape;  // every expert's of the layer at hand; null where it is dense
     PhaseClock& clock;
     StepReport& report;
     bool traced;  // products go in the order of the definition, for those who read the record

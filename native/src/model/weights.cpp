@@ -66,6 +66,15 @@ int64_t weight_bytes(const StoredMatrix& m) { return m.bits == 32 ? m.rows * m.c
 
 }  // namespace
 
+Resident resident_form(const std::string& role) {
+    const auto ends_with = [&](const char* tail) { return role.ends_with(tail); };
+    if (role == "embed" || ends_with(".kv_b") || ends_with(".wq_b") || ends_with(".wk")) return Resident::row_major;
+    if (ends_with("norm") || ends_with("norm_weight") || ends_with("bias") || ends_with("router.weight") ||
+        ends_with("weights_proj"))
+        return Resident::f32;
+    return Resident::rows16;
+}
+
 int64_t Weights::memory_bytes(const StoredMatrix& m, Resident form) {
     switch (form) {
         case Resident::f32:
