@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-import jax
 import numpy as np
 import numpy.typing as npt
 
 from colibri_jax.config import ModelConfig
-from colibri_jax.errors import ConfigError, ContextOverflowError, MissingTensorError, OptionError, RewindError, ShapeError, TokenError
+from colibri_jax.errors import ConfigError, ContextOverflowError, MissingTensorError, RewindError, ShapeError
+from colibri_jax.reference.arguments import check_choice, check_tokens
 from colibri_jax.reference.attention import MLAForm, final_norm, rope_table
+from colibri_jax.reference.head import load_head, per_row, score_rows
 from colibri_jax.reference.layer import (
     ExpertResidency,
     Float32,
@@ -21,7 +22,6 @@ from colibri_jax.reference.layer import (
     LayerCache,
     LayerResult,
     Params,
-    bucket,
     check_finite,
     empty_cache,
     load_layer,
@@ -35,19 +35,15 @@ from colibri_jax.reference.quantized import (
     check_stored,
     look_up_rows,
     prepare,
-    product,
-    row_blocks,
     to_device,
     zero_of,
 )
 from colibri_jax.reference.residency import LayerResidency, Residency
 from colibri_jax.reference.routing import select_experts
-from colibri_jax.routing_spec import SCOPES, RouterSpec, RoutingOptions, Scope, Selection, check_scopes, check_step
+from colibri_jax.reference.rows_alone import select_rows_alone
+from colibri_jax.routing_spec import SCOPES, RouterSpec, RoutingOptions, Rows, Scope, Selection, check_scopes, check_step
 from colibri_jax.stats import ScopeStats, Stats
 from colibri_jax.tensors import tensor_specs
-
-# The head goes to the device in blocks of rows: in float32 a large vocabulary's takes gigabytes, and as much again on the way.
-_HEAD_ROWS = 1 << 14
 
 
 class ReferenceModel:
@@ -86,14 +82,10 @@ class ReferenceModel:
         expert_residency: ExpertResidency = "all",
         layer_residency: LayerResidency = "all",
     ) -> None:
-        for where, value, known in (
-            ("precision", precision, ("full", "w4a32", "w4a8")),
-            ("mla_form", mla_form, ("absorbed", "expanded")),
-            ("expert_residency", expert_residency, ("all", "kept")),
-            ("layer_residency", layer_residency, ("all", "one")),
-        ):
-            if value not in known:
-                raise OptionError(f"unknown {where}", where=where, expected=", ".join(known), got=value)
+        check_choice("precision", precision, ("full", "w4a32", "w4a8"))
+        check_choice("mla_form", mla_form, ("absorbed", "expanded"))
+        check_choice("expert_residency", expert_residency, ("all", "kept"))
+        check_choice("layer_residency", layer_residency, ("all", "one"))
         self._config = config
         self._routing = routing if routing is not None else RoutingOptions()
         self._budget_scopes = check_scopes(budget_scopes)
@@ -124,6 +116,7 @@ class ReferenceModel:
         self._selections: tuple[Selection, ...] = ()
         self._router_logits: tuple[Float32, ...] = ()
         self._hidden_TD: Float32 = np.zeros((0, config.hidden_size), np.float32)
+        self._mtp_hidden_TD: Float32 = self._hidden_TD
         self._scopes: dict[Scope, ScopeStats] = {scope: ScopeStats() for scope in SCOPES}
 
     @property
@@ -181,6 +174,11 @@ class ReferenceModel:
         return self._hidden_TD
 
     @property
+    def mtp_hidden(self) -> Float32:
+        """float32 [n, D]: the last `mtp_forward`'s hidden states after the block's norm; deeper drafts take them in the trunk's place."""
+        return self._mtp_hidden_TD
+
+    @property
     def caches(self) -> tuple[LayerCache, ...]:
         """Per trunk layer; rows from `position` on mean nothing."""
         return tuple(self._caches)
@@ -190,7 +188,14 @@ class ReferenceModel:
         """A frozen snapshot."""
         return Stats(backend="reference", precision=self._precision, scopes=dict(self._scopes))
 
-    def forward(self, tokens: Sequence[int] | npt.NDArray[np.integer], *, scope: Scope, logits: Literal["all", "last"] = "all") -> Float32:
+    def forward(
+        self,
+        tokens: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        scope: Scope,
+        logits: Literal["all", "last"] = "all",
+        rows: Rows = "together",
+    ) -> Float32:
         """Run one step, see `LanguageModel.forward`.
 
         Raises:
@@ -199,14 +204,15 @@ class ReferenceModel:
             In every case the model stays as it was.
         """
         begin = time.perf_counter()
-        check_step(scope, logits)
+        check_step(scope, logits, rows, self._routing)
         ids = self._check_tokens(tokens, self._position)
         hidden_TD, caches, selections = self.embed(ids), [], []
         router_logits: list[Float32] = []
         attended_TS: npt.NDArray[np.bool_] | None = None
         for layer, cache in enumerate(self._caches):
             shares = self._config.indexer is not None and self._config.indexer.kinds[layer] == "shared"
-            result = self.layer_step(layer, hidden_TD, cache, self._position, scope=scope, attended_TS=attended_TS if shares else None)
+            shared_TS = attended_TS if shares else None
+            result = self.layer_step(layer, hidden_TD, cache, self._position, scope=scope, rows=rows, attended_TS=shared_TS)
             hidden_TD, attended_TS = result.hidden_TD, result.attended_TS
             caches.append(result.cache)
             if result.selection is not None and result.router_logits_TE is not None:
@@ -254,6 +260,7 @@ class ReferenceModel:
         start: int,
         *,
         scope: Scope = "prefill",
+        rows: Rows = "together",
         attended_TS: npt.NDArray[np.bool_] | None = None,
         selection: Selection | None = None,
     ) -> LayerResult:
@@ -264,7 +271,7 @@ class ReferenceModel:
             hidden_TD: float32 [T, D], the layer's input.
             cache: rows 0 … start - 1 of what attention and (full indexer layers) the indexer keep; more rows are ignored.
             start: position of the first row.
-            scope: for the budget, where no selection is given.
+            scope, rows: for the budget, where no selection is given.
             attended_TS: bool [T, start + T], positions to attend to instead of the indexer's choice (causality applies in
                 any case). A layer that shares its choice needs it.
             selection: experts and weights to use instead of the router's.
@@ -281,7 +288,11 @@ class ReferenceModel:
         moe_index = sum(self._config.sparse[:layer])
 
         def select(logits_TE: Float32, router: RouterSpec) -> Selection:
-            return selection if selection is not None else select_experts(logits_TE, router, self._effective(moe_index, scope))
+            if selection is not None:
+                return selection
+            if rows == "alone":
+                return select_rows_alone(logits_TE, router, self._effective(moe_index, "decode"))
+            return select_experts(logits_TE, router, self._effective(moe_index, scope))
 
         return run_layer(
             self._layer(layer), hidden_TD, cache, start, rope=self._rope, geometry=self._geometry, attended_TS=attended_TS, select=select
@@ -289,12 +300,12 @@ class ReferenceModel:
 
     def normed(self, hidden_TD: Float32) -> Float32:
         """float32 [T, D]: the last layer's output through the final norm."""
-        return self._per_row(final_norm, hidden_TD, self._final_norm, zero_of(self._head()[0]), eps=self._config.rms_eps)
+        return per_row(final_norm, hidden_TD, self._final_norm, zero_of(self._head()[0]), eps=self._config.rms_eps)
 
     def score(self, normed_TD: Float32) -> Float32:
         """float32 [T, W]: logits of hidden states that went through the final norm (or the MTP block's)."""
         check_finite(normed_TD, "head")
-        return np.concatenate([self._per_row(_score, normed_TD, rows) for rows in self._head()], axis=1)
+        return score_rows(normed_TD, self._head())
 
     # ---- MTP ------------------------------------------------------------------------------------------------------
 
@@ -327,14 +338,14 @@ class ReferenceModel:
             expected = [ids.size, self._config.hidden_size]
             raise ShapeError("trunk hidden state", where="mtp_forward", expected=expected, got=list(trunk_hidden.shape))
         options = self._routing.without_budget()
-        normed_TD, _ = self._mtp.forward(
+        self._mtp_hidden_TD, _ = self._mtp.forward(
             self.embed(ids),
             trunk_hidden,
             self._rope,
             self._geometry,
             lambda logits_TE, router: select_experts(logits_TE, router, options),
         )
-        return self.score(normed_TD)
+        return self.score(self._mtp_hidden_TD)
 
     def mtp_rewind(self, n: int) -> None:
         """Drop the MTP block's last n rows.
@@ -360,8 +371,7 @@ class ReferenceModel:
     def _head(self) -> tuple[Matrix, ...]:
         def load() -> tuple[Matrix, ...]:
             # A tied head is the embedding's matrix, but its product is the head's.
-            blocks = row_blocks(self._stored("head" if "head" in self._specs else "embed"), _HEAD_ROWS)
-            return tuple(to_device(prepare(rows, storage="int8", precision=self._precision, role="head")) for rows in blocks)
+            return load_head(self._stored("head" if "head" in self._specs else "embed"), self._precision)
 
         return self._parts.get("head", load)
 
@@ -371,29 +381,11 @@ class ReferenceModel:
         return self._routing.effective(moe_index, scope, self._budget_scopes)
 
     def _check_tokens(self, tokens: Sequence[int] | npt.NDArray[np.integer], position: int) -> npt.NDArray[np.int64]:
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-            raise TokenError("a step needs tokens", where="tokens", expected="integers [n >= 1]", got=f"{ids.dtype} {list(ids.shape)}")
-        outside = np.flatnonzero((ids < 0) | (ids >= self._config.vocab_size))
-        if outside.size:
-            where, limit = f"tokens[{outside[0]}]", self._config.vocab_size
-            raise TokenError("token outside the vocabulary", where=where, expected=f"0 to {limit - 1}", got=int(ids[outside[0]]))
+        ids = check_tokens(tokens, self._config.vocab_size)
         self._check_room(position, ids.size)
-        return ids.astype(np.int64)
+        return ids
 
     def _check_room(self, position: int, n: int) -> None:
         if position + n > self._context:
             got = f"{n} more than {position}"
             raise ContextOverflowError("the step does not fit", where="KV cache", expected=f"at most {self._context} positions", got=got)
-
-    @staticmethod
-    def _per_row(function: jax.stages.Wrapped, rows_TD: Float32, *args: object, **static: object) -> Float32:
-        """Call a compiled function on rows filled up to a power of two."""
-        n_rows = rows_TD.shape[0]
-        padded = np.pad(rows_TD, ((0, bucket(n_rows) - n_rows), (0, 0)))
-        return np.asarray(function(padded, *args, **static))[:n_rows]
-
-
-@jax.jit
-def _score(normed_TD: jax.Array, head: Matrix) -> jax.Array:
-    return product(normed_TD, head)

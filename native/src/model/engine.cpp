@@ -67,6 +67,7 @@ struct Engine::Impl {
     int64_t traced_inputs = kAllInputs;
     Trace trace;
     int64_t bytes_per_position = 0;
+    bool rows_alone = false;  // of the step at hand
 
     Impl(ModelSpec m, EngineOptions o)
         : model((check_spec(m, o), std::move(m))),
@@ -117,6 +118,7 @@ struct Engine::Impl {
         RoutingOptions routing = options.routing;
         routing.budget = budget_acts ? options.budgets.at(moe_index) : 0;
         if (!budget_acts) routing.coverage = 1.0;
+        routing.rows_alone = rows_alone;
         return routing;
     }
 
@@ -227,10 +229,11 @@ MemoryPlan Engine::memory_plan(const ModelSpec& m, const EngineOptions& o) {
 }
 
 bool Engine::forward(std::span<const int32_t> tokens, bool budget_acts, bool last_only, float* logits,
-                     const std::function<bool()>& interrupted) {
+                     const std::function<bool()>& interrupted, bool rows_alone) {
     Impl& self = *impl_;
     const Clock::time_point begin = Clock::now();
     self.report = {};
+    self.rows_alone = rows_alone;
     self.check(tokens, last_only);
     self.clock.start();
     const StoreCounters before = self.store ? self.store->counters() : StoreCounters{};
