@@ -126,8 +126,8 @@ class SpeculationStats:
             by_depth = " ".join(f"{a}/{d}" for a, d in zip(self.accepted, self.drafted, strict=True))
             lines.append(f"  accepted {rate:.1%} ({by_depth} by depth); {per_step:.2f} tokens per verification step")
             lines.append(
-                f"  {self.verification_steps} verification steps used {self.verify_experts} experts, {self.verify_experts_rejected} of them "
-                "for rejected drafts alone"
+                f"  {self.verification_steps} verification steps used {self.verify_experts} experts, "
+                f"{self.verify_experts_rejected} of them for rejected drafts alone"
             )
         lines.append(f"  {self.plain_steps} steps without drafts: {self.measuring_steps} to measure, {self.paused_steps} paused")
         if self.bytes_read and per_token is not None:
