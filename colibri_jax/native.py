@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from colibri_jax.engine import select_experts
+from colibri_jax.engine.routing import select_rows_alone
 
-__all__ = ["select_experts"]
+__all__ = ["select_experts", "select_rows_alone"]

@@ -22,6 +22,8 @@ Scope = Literal["prefill", "decode", "verify"]
 Policy = Literal["aggregate", "floor", "substitute", "coverage", "per_position", "resident"]
 Denominator = Literal["survivors", "frozen"]
 Vote = Literal["weights", "all_scores"]
+Rows = Literal["together", "alone"]
+"""Whether the rows of a step share its budget, or each is routed as a step of one row under the options of scope `decode`."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -223,6 +225,12 @@ class Selection:
         dropped_slots: (position, expert) pairs that the budget took away.
         emptied_positions: positions left without a routed expert.
         mass_kept: sum of the scores used over the sum of the scores after TOPP; 1 where both are 0.
+
+    Where rows are routed alone, each position's ids and weights are those of a step of that position by itself. `kept`,
+    `union_size` and `dropped` are of the whole step: what any position keeps, what any chose before its budget, and how many
+    of these no position keeps, so that an expert counts as dropped only if nothing in the step uses it. `dropped_slots` and
+    `emptied_positions` are sums over the positions; `mass_kept` is the positions' mean: a float64 sum in their order, one by
+    one, divided by S.
     """
 
     ids: npt.NDArray[np.int32]
@@ -260,15 +268,31 @@ def check_scopes(scopes: Iterable[str]) -> frozenset[Scope]:
     return cast(frozenset[Scope], chosen)
 
 
-def check_step(scope: str, logits: str) -> None:
-    """Check the two choices that every forward call makes.
+def check_step(scope: str, logits: str, rows: str, options: RoutingOptions) -> None:
+    """Check the choices that every forward call makes.
 
     Raises:
-        OptionError: one is unknown.
+        OptionError: one is unknown, or rows are to be routed alone in another scope than `verify` or by a policy that looks at
+            the cache.
     """
-    for where, value, known in (("scope", scope, SCOPES), ("logits", logits, ("all", "last"))):
+    for where, value, known in (("scope", scope, SCOPES), ("logits", logits, ("all", "last")), ("rows", rows, get_args(Rows))):
         if value not in known:
             raise OptionError(f"unknown {where}", where=where, expected=", ".join(known), got=value)
+    if rows == "alone" and scope != "verify":
+        raise OptionError("rows are routed alone in verification", where="rows, scope", expected="alone, verify", got=(rows, scope))
+    if rows == "alone":
+        check_rows_alone(options)
+
+
+def check_rows_alone(options: RoutingOptions) -> None:
+    """Refuse a policy for which a row of a step is not what it would be in a step of its own.
+
+    Raises:
+        OptionError: the policy looks at the cache, which the steps in between would have changed.
+    """
+    if options.policy in IRREPRODUCIBLE_POLICIES:
+        known = ", ".join(policy for policy in POLICIES if policy not in IRREPRODUCIBLE_POLICIES)
+        raise OptionError("rows routed alone cannot follow what the cache holds", where="policy", expected=known, got=options.policy)
 
 
 def whole_number(value: object, where: str) -> int:

@@ -52,6 +52,7 @@ class ScopeStats:
     """Bytes of experts that were read ahead and not asked for. Not part of `useful_bytes`."""
     layer_steps: int = 0
     budget_acted_layer_steps: int = 0
+    """Those in which the budget took an expert from a position."""
     union_experts: int = 0
     """Sum of union sizes before the budget."""
     kept_experts: int = 0
@@ -96,7 +97,7 @@ class ScopeStats:
             added = added.plus(
                 ScopeStats(
                     layer_steps=1,
-                    budget_acted_layer_steps=int(s.dropped > 0),
+                    budget_acted_layer_steps=int(s.dropped_slots > 0),
                     union_experts=s.union_size,
                     kept_experts=s.kept.size,
                     dropped_experts=s.dropped,

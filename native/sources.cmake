@@ -11,6 +11,7 @@ set(COLIBRI_SOURCES
     src/routing/budget.cpp
     src/routing/exact_math.cpp
     src/routing/position.cpp
+    src/routing/rows_alone.cpp
     src/routing/select.cpp
     # io and cache
     src/cache/expert_store.cpp

@@ -86,6 +86,14 @@ class CallDependent(Doctored):
         return nudged(logits_TW) if self.calls > 1 else logits_TW
 
 
+class RowsTogether(Doctored):
+    """Routes rows that it should route alone with their neighbours."""
+
+    def forward(self, tokens: Any, **options: Any) -> Float32:
+        logits_TW: Float32 = self.model.forward(tokens, **{**options, "rows": "together"})
+        return logits_TW
+
+
 class StaleRewind(Doctored):
     """Drops one position less than it was told, by feeding one again."""
 

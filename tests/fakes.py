@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from colibri_jax.config import ModelConfig
 from colibri_jax.errors import ContextOverflowError, TokenError
 from colibri_jax.generate.protocol import LanguageModel
-from colibri_jax.routing_spec import RoutingOptions, Scope, Selection
+from colibri_jax.routing_spec import RoutingOptions, Rows, Scope, Selection, check_step
 from colibri_jax.stats import ScopeStats, Stats
 
 # A Hugging Face configuration small enough to read at a glance; top 8 of 64 experts.
@@ -90,6 +90,7 @@ STEP_STATS: dict[Scope, ScopeStats] = {
         avoided_read_bytes_estimate=160_000_000,
     ),
 }
+STEP_STATS["verify"] = STEP_STATS["decode"]
 
 
 @dataclasses.dataclass
@@ -138,8 +139,14 @@ class FakeModel:
         return self._stats
 
     def forward(
-        self, tokens: Sequence[int] | npt.NDArray[np.integer], *, scope: Scope, logits: Literal["all", "last"] = "all"
+        self,
+        tokens: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        scope: Scope,
+        logits: Literal["all", "last"] = "all",
+        rows: Rows = "together",
     ) -> npt.NDArray[np.float32]:
+        check_step(scope, logits, rows, self.routing)
         if len(self.calls) == self._interrupt_at:
             raise KeyboardInterrupt
         new = [int(t) for t in tokens]

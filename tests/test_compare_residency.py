@@ -32,8 +32,8 @@ from colibri_jax.engine import options as engine_options
 from colibri_jax.engine.session import NativeModel
 from colibri_jax.errors import ConfigError, MissingTensorError, OptionError
 from colibri_jax.load import load
+from colibri_jax.reference import head as reference_head
 from colibri_jax.reference import layer as reference_layer
-from colibri_jax.reference import model as reference_model
 from colibri_jax.reference.model import ReferenceModel
 from colibri_jax.routing_spec import SCOPES, RoutingOptions
 from colibri_jax.tokenizer import ChatTokenizer
@@ -220,7 +220,7 @@ def test_the_head_in_blocks_gives_the_same_logits(container_of: Callable[[str], 
     hidden_TD = np.random.default_rng(2).standard_normal((4, 84)).astype(np.float32)
     whole, watched = (Watched(container_of("mixtral")).reference(precision="w4a8") for _ in range(2))
     expected = whole.score(hidden_TD)
-    monkeypatch.setattr(reference_model, "_HEAD_ROWS", 25)
+    monkeypatch.setattr(reference_head, "_HEAD_ROWS", 25)
     np.testing.assert_array_equal(watched.score(hidden_TD), expected)
     assert expected.shape == (4, 61)
 

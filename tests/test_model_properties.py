@@ -20,6 +20,7 @@ from doctored_models import (
     NudgedLogits,
     ReadTwice,
     RowDependent,
+    RowsTogether,
     StaleRewind,
     one_too_many,
     renormalised,
@@ -96,6 +97,9 @@ ALWAYS: Condition = lambda options: True  # noqa: E731
 FAULTS: tuple[tuple[str, type[Doctored], Condition], ...] = (
     ("split", RowDependent, ALWAYS),
     ("split", CallDependent, ALWAYS),
+    ("rows alone", RowsTogether, ALWAYS),
+    ("rows alone", RowDependent, ALWAYS),
+    ("rows alone", with_selections(unequal_weight), ALWAYS),
     ("replay", CallDependent, ALWAYS),
     ("replay", StaleRewind, ALWAYS),
     ("rewound", StaleRewind, ALWAYS),

@@ -258,6 +258,22 @@ def check_split(subject: Subject, run: Run, findings: Findings) -> Iterator[str]
             start += n
 
 
+def check_rows_alone(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
+    """Rows of a verification that are routed alone have the logits and experts that decoding them one by one gives."""
+    verifying, decoding, start = subject.native(run), subject.native(run), 0
+    for n in run.cuts:
+        rows = run.history[start : start + n]
+        together_TW, joined = verifying.forward(rows, scope="verify", rows="alone"), verifying.selections
+        for row, token in enumerate(rows):
+            if decoding.forward([token], scope="decode")[0].tobytes() != together_TW[row].tobytes():
+                yield f"rows alone {run.cuts}, {run.routing.policy} {run.routing.budget}: position {start + row} differs from decoding it"
+                return
+            for layer, (ours, theirs) in enumerate(zip(joined, decoding.selections, strict=True)):
+                if ours.ids[row].tobytes() != theirs.ids[0].tobytes() or ours.weights[row].tobytes() != theirs.weights[0].tobytes():
+                    yield f"rows alone, MoE layer {layer}: position {start + row} has other experts than when it is decoded"
+        start += n
+
+
 def check_replay(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
     """Dropping a step, feeding others that are dropped too, and doing the step again gives its bits and its selections."""
     model = subject.native(run)
@@ -385,6 +401,7 @@ CHECKS: dict[str, Checker] = {
     "as shipped (i, ii, w4a8)": check_shipped,
     "float activations (iii)": check_float_activations,
     "split": check_split,
+    "rows alone": check_rows_alone,
     "replay": check_replay,
     "rewound": check_rewound,
     "setup": check_setup,

@@ -17,6 +17,7 @@ import colibri_jax
 from colibri_jax.cli import EXIT_INTERRUPTED
 from colibri_jax.cli.options import (
     describe_options,
+    draft_from,
     effective_options,
     engine_options,
     load_arguments,
@@ -24,17 +25,20 @@ from colibri_jax.cli.options import (
     model_directory,
     routing_from,
     routing_options,
+    speculation_options,
     usage_from,
 )
 from colibri_jax.config import ModelConfig
 from colibri_jax.container.directory import read_config
 from colibri_jax.errors import MissingFileError, OptionError
-from colibri_jax.generate.loop import DEFAULT_PREFILL_CHUNK, GenerateOptions, check_prompt
+from colibri_jax.generate.drafters import Drafter, LookupDrafter, MTPDrafter
+from colibri_jax.generate.loop import DEFAULT_PREFILL_CHUNK, GenerateOptions, check_prompt, tokens
 from colibri_jax.generate.loop import generate as run_loop
-from colibri_jax.generate.notes import budget_is_on, budget_notes
+from colibri_jax.generate.notes import Verification, budget_is_on, budget_notes
 from colibri_jax.generate.protocol import LanguageModel
 from colibri_jax.generate.report import OptionValue, RunReport
 from colibri_jax.generate.sampling import SamplingOptions
+from colibri_jax.generate.speculate import SpeculationOptions, Speculator
 from colibri_jax.routing_spec import RoutingOptions, Scope
 from colibri_jax.stats import Stats
 from colibri_jax.tokenizer import ChatTokenizer
@@ -64,10 +68,18 @@ Policies
   per_position  every position by itself keeps its best N
   resident      cached experts always, the rest by votes (--allow-irreproducible)
 \b
+Drafts
+  With --draft, some tokens are guessed and verified in one step. --speculation
+  exact routes each verified row as decoding it would, so text and logits stay
+  as they are, bit for bit. --speculation union is LOSSY: the verified rows share
+  one budget (--budget-scope verify), and the text becomes another. Guessing
+  pauses where it loses: judged by time in exact mode, by counts of experts in
+  union mode, so that a run repeats.
+\b
 Environment
-  SNAP, PROMPT, NGEN, EXPERT_BUDGET, TOPK, TOPP, CAP, RAM_GB, READER, PIPE and
-  PILOT are defaults for MODEL_DIR and the flags; a flag wins. MTP may be 0;
-  drafting is not built in.
+  SNAP, PROMPT, NGEN, EXPERT_BUDGET, TOPK, TOPP, CAP, RAM_GB, READER, PIPE,
+  PILOT and DRAFT (the depth) are defaults for MODEL_DIR and the flags; a flag
+  wins. MTP=1 means --draft mtp, MTP=0 nothing.
 """
 
 
@@ -96,7 +108,7 @@ Environment
     "--backend", type=click.Choice(["native", "reference"]), default="native", show_default=True, help="Which implementation runs."
 )
 @engine_options
-@click.option("--mtp", type=int, default=0, envvar="MTP", hidden=True)
+@speculation_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with everything instead of the text.")
 @click.pass_context
 def generate(ctx: click.Context, /, **_: Any) -> None:
@@ -106,9 +118,8 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
     still prints its statistics.
     """
     options = effective_options(ctx)
+    draft = draft_from(options)
     value = {name: option.value for name, option in options.items()}
-    if value["mtp"] != 0:
-        raise OptionError("drafting with the MTP block is not built in yet", where="MTP", expected="0, or not set", got=value["mtp"])
     routing, scopes = routing_from(options)
     sampling = SamplingOptions(temperature=value["temperature"], top_p=value["top_p"], seed=value["seed"])
     directory = model_directory(value["model_dir"])
@@ -120,8 +131,12 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
     run = GenerateOptions(
         max_new_tokens=value["max_new_tokens"], prefill_chunk=value["prefill_chunk"], sampling=sampling, stop_ids=tokenizer.stop_ids
     )
+    speculation = SpeculationOptions(
+        depth=value["draft_depth"], speculation=value["speculation"], acceptance=value["acceptance"], pausing=value["pausing"]
+    )
     notes = _notes(config, routing, scopes, options, largest_prefill_step=min(run.prefill_chunk, len(prompt_ids)))
-    hidden = {"prompt", "system", "mtp", "as_json"} | (set() if value["raw"] else {"raw"})
+    drafting = {"draft_depth", "speculation", "acceptance", "pausing"}
+    hidden = {"prompt", "system", "mtp", "as_json"} | (drafting if draft == "off" else set()) | (set() if value["raw"] else {"raw"})
     shown = {name: option for name, option in options.items() if name not in hidden}
     click.echo(describe_options(shown), err=True)
     for note in notes:
@@ -135,7 +150,8 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
         arguments["pinned"] = usage.hottest(value["pin"])
     lm = colibri_jax.load(directory, routing=routing, budget_scopes=scopes, context_positions=context, **arguments)
     click.echo(_describe_engine(lm.stats), err=True)
-    report = _run(lm, tokenizer, prompt_ids, run, options=options, notes=notes, stream=not value["as_json"])
+    speculator = None if draft == "off" else Speculator(lm, _drafter(draft, lm, sampling, speculation), speculation)
+    report = _run(lm, tokenizer, prompt_ids, run, options=options, notes=notes, stream=not value["as_json"], speculator=speculator)
     _print_report(report, as_json=value["as_json"])
     if usage is not None:
         from colibri_jax.engine.session import NativeModel
@@ -155,6 +171,7 @@ def _run(
     options: Mapping[str, OptionValue],
     notes: tuple[str, ...],
     stream: bool,
+    speculator: Speculator | None,
 ) -> RunReport:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to lose the answer
@@ -167,7 +184,8 @@ def _run(
             sys.stdout.write(piece)
             sys.stdout.flush()
 
-    generation = run_loop(lm, prompt_ids, run, on_token=lambda token: emit(decoder.push(token)))
+    make = tokens if speculator is None else speculator.tokens
+    generation = run_loop(lm, prompt_ids, run, on_token=lambda token: emit(decoder.push(token)), make=make)
     emit(decoder.flush())
     if stream:
         click.echo()
@@ -179,13 +197,20 @@ def _run(
         budget_scopes=lm.budget_scopes,
         options=options,
         notes=notes,
+        speculation=None if speculator is None else speculator.stats,
     )
+
+
+def _drafter(name: str, lm: LanguageModel, sampling: SamplingOptions, speculation: SpeculationOptions) -> Drafter:
+    return LookupDrafter() if name == "lookup" else MTPDrafter(lm, sampling, independent=speculation.acceptance == "resample")
 
 
 def _print_report(report: RunReport, *, as_json: bool) -> None:
     console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     console.print(report.table())
     console.print(f"{len(report.generation.tokens)} new tokens; ended by {report.generation.stop_reason.replace('_', ' ')}", markup=False)
+    if report.speculation is not None:
+        click.echo("\n".join(report.speculation.lines()), err=True)
     line = report.budget_line()
     if line is not None:
         click.echo(line, err=True)
@@ -196,7 +221,15 @@ def _print_report(report: RunReport, *, as_json: bool) -> None:
 def _notes(
     config: ModelConfig, routing: RoutingOptions, scopes: frozenset[Scope], options: Mapping[str, OptionValue], *, largest_prefill_step: int
 ) -> tuple[str, ...]:
-    notes = list(budget_notes(config, routing, scopes, largest_prefill_step=largest_prefill_step))
+    value = {name: option.value for name, option in options.items()}
+    verification = None if value["draft"] == "off" else Verification(value["speculation"], 1 + value["draft_depth"])
+    notes = list(budget_notes(config, routing, scopes, largest_prefill_step=largest_prefill_step, verification=verification))
+    if verification is None:
+        for name in ("draft_depth", "speculation", "acceptance", "pausing"):
+            if options[name].source == "flag":
+                notes.append(f"no effect: --{'no-pause' if name == 'pausing' else name.replace('_', '-')} without --draft")
+    elif verification.speculation == "union":
+        notes.append("lossy: the rows of a verification share a budget (--speculation union), so the text is not that without drafts")
     if not budget_is_on(routing):
         for name in ("budget_scope", "policy", "denominator", "vote"):
             if options[name].source == "flag":

@@ -11,7 +11,9 @@ from click.core import ParameterSource
 
 from colibri_jax.container.reader import refuse_unfinished
 from colibri_jax.errors import MissingFileError, OptionError
+from colibri_jax.generate.acceptance import Acceptance
 from colibri_jax.generate.report import OptionValue
+from colibri_jax.generate.speculate import DEFAULT_DEPTH, MOST_DRAFTS, Speculation
 from colibri_jax.routing_spec import POLICIES, SCOPES, Denominator, RoutingOptions, Scope, Vote
 
 if TYPE_CHECKING:
@@ -149,6 +151,56 @@ def routing_options(command: Command) -> Command:
         ],
         command,
     )
+
+
+def speculation_options(command: Command) -> Command:
+    """Drafts and how they are verified."""
+    return _apply(
+        [
+            click.option(
+                "--draft",
+                type=click.Choice(["off", "lookup", "mtp"]),
+                default="off",
+                show_default=True,
+                help="Guess tokens ahead and verify them in one step: by what followed the same tokens before, or by the MTP block.",
+            ),
+            click.option(
+                "--draft-depth",
+                type=click.IntRange(1, MOST_DRAFTS),
+                default=DEFAULT_DEPTH,
+                envvar="DRAFT",
+                show_envvar=True,
+                show_default=True,
+                help="Most tokens guessed at a time.",
+            ),
+            click.option(
+                "--speculation",
+                type=click.Choice(get_args(Speculation)),
+                default="exact",
+                show_default=True,
+                help="exact: the text is that without drafts. union is lossy: the rows of a verification share the budget of scope verify.",
+            ),
+            click.option(
+                "--acceptance",
+                type=click.Choice(get_args(Acceptance)),
+                default="equal",
+                show_default=True,
+                help="Keep a guess that is the token that would be drawn, or by the classical rule: other text, distributed alike.",
+            ),
+            click.option(
+                "--pausing/--no-pause", default=True, show_default=True, help="Stop guessing for a while where it costs more than it gains."
+            ),
+            click.option("--mtp", type=click.IntRange(0, 1), envvar="MTP", hidden=True),
+        ],
+        command,
+    )
+
+
+def draft_from(options: dict[str, OptionValue]) -> str:
+    """The drafter; MTP=1 asks for "mtp" where --draft does not say otherwise. Puts the effective value into `options`."""
+    if options["mtp"].value == 1 and options["draft"].source == "default":
+        options["draft"] = OptionValue("mtp", "MTP" if options["mtp"].source == "MTP" else "flag")
+    return str(options["draft"].value)
 
 
 def engine_options(command: Command) -> Command:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from colibri_jax._native import select_experts as _select_natively
 from colibri_jax.errors import OptionError, ShapeError
-from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Selection, check_logits
+from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Selection, check_logits, check_rows_alone
 
 
 def select_experts(
@@ -31,6 +31,24 @@ def select_experts(
         OptionError: the budget is a list, or the policy needs to know what is resident and is not told.
         NonFiniteLogitError: a logit is NaN or infinite; names the first such position and expert.
     """
+    return _select(logits_SE, router, options, resident)
+
+
+def select_rows_alone(logits_SE: npt.ArrayLike, router: RouterSpec, options: RoutingOptions) -> Selection:
+    """The selection of a step whose rows are each routed as a step of one, computed natively; see `Selection` for its fields.
+
+    Arguments and errors as in `select_experts`; moreover
+
+    Raises:
+        OptionError: the policy looks at the cache.
+    """
+    check_rows_alone(options)
+    return _select(logits_SE, router, options, (), rows_alone=True)
+
+
+def _select(
+    logits_SE: npt.ArrayLike, router: RouterSpec, options: RoutingOptions, resident: npt.ArrayLike | None, *, rows_alone: bool = False
+) -> Selection:
     logits = np.require(check_logits(logits_SE, router), requirements=("C", "A"))
     fields = _select_natively(
         logits,
@@ -50,6 +68,7 @@ def select_experts(
         denominator=options.denominator,
         vote=options.vote,
         coverage=options.coverage,
+        rows_alone=rows_alone,
         resident=_resident_ids(resident if options.policy == "resident" else (), logits.shape[1]),
     )
     del fields["removed"]  # the engine's, for its estimate of avoided reads

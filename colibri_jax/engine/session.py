@@ -17,7 +17,7 @@ from colibri_jax.container.reader import Container
 from colibri_jax.engine.options import EngineOptions, plan_engine
 from colibri_jax.engine.usage import ExpertUsage
 from colibri_jax.errors import ConfigError, EngineError, ShapeError, TokenError
-from colibri_jax.routing_spec import RoutingOptions, Scope, Selection, check_scopes, check_step
+from colibri_jax.routing_spec import RoutingOptions, Rows, Scope, Selection, check_scopes, check_step
 from colibri_jax.stats import ScopeStats, Stats, StatsScope
 
 
@@ -112,13 +112,19 @@ class NativeModel:
         return self._stats
 
     def forward(
-        self, tokens: Sequence[int] | npt.NDArray[np.integer], *, scope: Scope, logits: Literal["all", "last"] = "all"
+        self,
+        tokens: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        scope: Scope,
+        logits: Literal["all", "last"] = "all",
+        rows: Rows = "together",
     ) -> npt.NDArray[np.float32]:
-        check_step(scope, logits)
-        ids = _token_array(tokens)
+        check_step(scope, logits, rows, self._routing)
+        ids, alone = _token_array(tokens), rows == "alone"
+        budget_acts = ("decode" if alone else scope) in self._budget_scopes
         with self._alone():
             try:
-                scores: npt.NDArray[np.float32] = self._engine.forward(ids, scope in self._budget_scopes, logits == "last")
+                scores: npt.NDArray[np.float32] = self._engine.forward(ids, budget_acts, logits == "last", alone)
             except BaseException:
                 # A step that was abandoned took its time and read what it read.
                 self._count(scope, ScopeStats(**self._engine.report))
@@ -179,7 +185,7 @@ class NativeModel:
             TokenError, ContextOverflowError, ShapeError, MemoryBudgetError: nothing was appended.
         """
         self._check_mtp()
-        check_step("decode", logits)
+        check_step("decode", logits, "together", self._routing)
         ids = _token_array(tokens_next)
         rows: int | npt.NDArray[np.float32]
         if isinstance(trunk_hidden, slice):

@@ -54,8 +54,8 @@ class Generation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _End:
-    """What `tokens` returns when it is exhausted."""
+class End:
+    """What a generator of tokens returns when it is exhausted."""
 
     reason: StopReason
     token: int | None = None
@@ -82,7 +82,7 @@ def check_prompt(prompt_ids: Sequence[int], *, vocab_size: int, free_positions: 
         )
 
 
-def tokens(lm: LanguageModel, prompt_ids: Sequence[int], options: GenerateOptions) -> Generator[int, None, _End]:
+def tokens(lm: LanguageModel, prompt_ids: Sequence[int], options: GenerateOptions) -> Generator[int, None, End]:
     """Yield the answer's tokens one by one; nothing runs ahead of the reader.
 
     The prompt continues whatever the model's KV cache holds. A token is chosen from the logits before it and the absolute
@@ -98,28 +98,44 @@ def tokens(lm: LanguageModel, prompt_ids: Sequence[int], options: GenerateOption
     while True:
         token = sample(logits_W, lm.position, options.sampling)
         if token in options.stop_ids:
-            return _End(reason="stop_token", token=token)
+            return End(reason="stop_token", token=token)
         n_tokens += 1
         yield token
         if n_tokens >= options.max_new_tokens:
-            return _End(reason="max_new_tokens")
+            return End(reason="max_new_tokens")
         if lm.position + 1 >= lm.context_positions:
-            return _End(reason="context_end")
+            return End(reason="context_end")
         logits_W = lm.forward([token], scope="decode", logits="last")[-1]
 
 
-def prefill(lm: LanguageModel, prompt_ids: Sequence[int], chunk: int) -> npt.NDArray[np.float32]:
-    """Append a prompt to the KV cache, `chunk` positions a step, and return the last position's logits, float32 [W]."""
+def prefill(
+    lm: LanguageModel, prompt_ids: Sequence[int], chunk: int, taken: Callable[[Sequence[int]], None] | None = None
+) -> npt.NDArray[np.float32]:
+    """Append a prompt to the KV cache, `chunk` positions a step, and return the last position's logits, float32 [W].
+
+    `taken` is called with the tokens of each step, right after it.
+    """
     logits_W: npt.NDArray[np.float32] | None = None
     for start in range(0, len(prompt_ids), chunk):
         logits_W = lm.forward(prompt_ids[start : start + chunk], scope="prefill", logits="last")[-1]
+        if taken is not None:
+            taken(prompt_ids[start : start + chunk])
     if logits_W is None:
         raise TokenError("empty prompt", where="prompt", expected="1 token or more", got=0)
     return logits_W
 
 
+Steps = Callable[[LanguageModel, Sequence[int], GenerateOptions], Generator[int, None, End]]
+"""Makes the tokens of an answer: `tokens`, or a speculator's."""
+
+
 def generate(
-    lm: LanguageModel, prompt_ids: Sequence[int], options: GenerateOptions, on_token: Callable[[int], None] | None = None
+    lm: LanguageModel,
+    prompt_ids: Sequence[int],
+    options: GenerateOptions,
+    on_token: Callable[[int], None] | None = None,
+    *,
+    make: Steps = tokens,
 ) -> Generation:
     """Generate until a stop token, the limit, the context's end or Ctrl-C.
 
@@ -128,6 +144,7 @@ def generate(
         prompt_ids: at least one token.
         options: lengths, sampling, stop ids.
         on_token: called with each token of the answer as soon as it is known.
+        make: how the tokens are made; `speculate.Speculator.tokens` makes them with drafts.
 
     Returns:
         The answer. After KeyboardInterrupt it is what there was by then, with `stop_reason="interrupted"`.
@@ -136,8 +153,8 @@ def generate(
         TokenError, PromptTooLongError: before any step.
     """
     answer: list[int] = []
-    end = _End(reason="interrupted")
-    steps = tokens(lm, prompt_ids, options)
+    end = End(reason="interrupted")
+    steps = make(lm, prompt_ids, options)
     try:
         while True:
             token = next(steps)
@@ -147,5 +164,5 @@ def generate(
     except StopIteration as stop:
         end = stop.value
     except KeyboardInterrupt:
-        pass
+        steps.close()
     return Generation(prompt_tokens=len(prompt_ids), tokens=tuple(answer), stop_reason=end.reason, stop_token=end.token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from colibri_jax.config import ModelConfig
 from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope
@@ -25,7 +26,21 @@ def _keeps_a_share(routing: RoutingOptions) -> bool:
     return routing.policy == "coverage" and routing.coverage < 1.0
 
 
-def budget_notes(config: ModelConfig, routing: RoutingOptions, scopes: Iterable[Scope], *, largest_prefill_step: int) -> tuple[str, ...]:
+class Verification(NamedTuple):
+    """How drafts are verified: "exact" or "union", and the most rows of a step."""
+
+    speculation: str
+    rows: int
+
+
+def budget_notes(
+    config: ModelConfig,
+    routing: RoutingOptions,
+    scopes: Iterable[Scope],
+    *,
+    largest_prefill_step: int,
+    verification: Verification | None = None,
+) -> tuple[str, ...]:
     """Lines to print when a budget is used; none when it is off.
 
     Args:
@@ -33,6 +48,7 @@ def budget_notes(config: ModelConfig, routing: RoutingOptions, scopes: Iterable[
         routing: options with the budget.
         scopes: scopes that it applies to.
         largest_prefill_step: positions of the longest prefill step, min(prefill chunk, prompt).
+        verification: of drafts; None where nothing is drafted.
     """
     if not budget_is_on(routing):
         return ()
@@ -42,7 +58,14 @@ def budget_notes(config: ModelConfig, routing: RoutingOptions, scopes: Iterable[
     wanted = set(scopes)
     for scope in SCOPES:
         if scope in wanted:
-            note = no_effect(config, routing, scope, rows=largest_prefill_step if scope == "prefill" else 1)
+            if scope == "verify" and verification is None:
+                lines.append("no effect: nothing is drafted, so no step has scope verify")
+                continue
+            if scope == "verify" and verification is not None and verification.speculation == "exact":
+                lines.append("no effect: exact speculation routes the rows of scope verify as scope decode does")
+                continue
+            rows = {"prefill": largest_prefill_step, "decode": 1, "verify": verification.rows if verification else 1}[scope]
+            note = no_effect(config, routing, scope, rows=rows)
             if note is not None:
                 lines.append(note)
     return tuple(lines)
@@ -53,8 +76,6 @@ def no_effect(config: ModelConfig, routing: RoutingOptions, scope: Scope, *, row
 
     A step of S positions uses at most min(S * K', E) distinct experts, K' being the experts a position keeps under TOPK.
     """
-    if scope == "verify":
-        return "no effect: nothing is drafted, so no step has scope verify"
     if not config.moe_layers:
         return f"no effect: the model has no MoE layer (scope {scope})"
     top_k = config.moe.router.top_k

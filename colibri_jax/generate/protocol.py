@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colibri_jax.config import ModelConfig
-from colibri_jax.routing_spec import RoutingOptions, Scope, Selection
+from colibri_jax.routing_spec import RoutingOptions, Rows, Scope, Selection
 from colibri_jax.stats import Stats
 
 
@@ -45,7 +45,12 @@ class LanguageModel(Protocol):
         """A frozen snapshot."""
 
     def forward(
-        self, tokens: Sequence[int] | npt.NDArray[np.integer], *, scope: Scope, logits: Literal["all", "last"] = "all"
+        self,
+        tokens: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        scope: Scope,
+        logits: Literal["all", "last"] = "all",
+        rows: Rows = "together",
     ) -> npt.NDArray[np.float32]:
         """Run one step: append `tokens` to the KV cache and score them.
 
@@ -53,12 +58,16 @@ class LanguageModel(Protocol):
             tokens: n >= 1 token ids.
             scope: what the step is, for the budget and the statistics.
             logits: score every position, or only the last.
+            rows: "together" forms one union of all positions, which the options of `scope` cut; "alone" (scope `verify` only)
+                routes every position as a step of one, by the options of scope `decode`, and reads each expert once all the
+                same. A position's logits are then bit for bit those that decoding it by itself would give.
 
         Returns:
             float32 [n, vocab], or [1, vocab] with `logits="last"`.
 
         Raises:
             TokenError: no tokens, or one outside the vocabulary.
+            OptionError: `rows="alone"` in another scope, or with a policy that looks at the cache.
             ContextOverflowError: the cache cannot hold them; nothing was appended.
         """
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from colibri_jax.generate.loop import Generation
 from colibri_jax.generate.notes import budget_is_on, budget_values
+from colibri_jax.generate.speculation_stats import SpeculationStats
 from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope
 from colibri_jax.stats import PHASES, ScopeStats, Stats
 
@@ -40,6 +41,7 @@ class RunReport:
         budget_scopes: scopes that the budget applied to.
         options: effective options by name.
         notes: lines that were printed about them.
+        speculation: what drafts did; None where there were none.
     """
 
     generation: Generation
@@ -49,20 +51,27 @@ class RunReport:
     budget_scopes: frozenset[Scope]
     options: Mapping[str, OptionValue] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    speculation: SpeculationStats | None = None
 
     def budget_line(self) -> str | None:
         """`EXPERT_BUDGET=4 (dropped 13613 experts, ~257.3 GB I/O saved)`; None with the budget off.
 
-        Dropped experts are summed over layers and steps; the gigabytes (10^9 bytes) are `avoided_read_bytes_estimate`.
+        Dropped experts are summed over layers and steps; the gigabytes (10^9 bytes) are `avoided_read_bytes_estimate`. Steps
+        that verify drafts are left out and the line says so: an expert that only a rejected draft asked for would not have
+        been read without drafts, so that dropping it saved nothing.
         """
         if not budget_is_on(self.routing):
             return None
-        total = self.stats.total
+        total = ScopeStats()
+        for scope in ("prefill", "decode"):
+            total = total.plus(self.stats.scopes.get(scope, ScopeStats()))
         budget = ",".join(str(n) for n in budget_values(self.routing))
         saved = _gigabytes(total.avoided_read_bytes_estimate)
+        verified = "; verification not counted" if self.stats.scopes.get("verify", ScopeStats()).steps else ""
         if self.stats.backend == "reference":
-            return f"EXPERT_BUDGET={budget} (dropped {total.dropped_experts} experts; the reference reads nothing, so it saves nothing)"
-        return f"EXPERT_BUDGET={budget} (dropped {total.dropped_experts} experts, ~{saved} GB I/O saved)"
+            what = "the reference reads nothing, so it saves nothing"
+            return f"EXPERT_BUDGET={budget} (dropped {total.dropped_experts} experts; {what}{verified})"
+        return f"EXPERT_BUDGET={budget} (dropped {total.dropped_experts} experts, ~{saved} GB I/O saved{verified})"
 
     def table(self) -> Table:
         """A short table, one column per scope in which steps were made."""
@@ -99,6 +108,7 @@ class RunReport:
             "total": scope_json(self.stats.total),
             "budget_line": self.budget_line(),
             "notes": list(self.notes),
+            "speculation": None if self.speculation is None else self.speculation.to_json(),
         }
 
 

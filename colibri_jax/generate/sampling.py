@@ -12,6 +12,9 @@ from colibri_jax.errors import NonFiniteLogitError, OptionError, ShapeError
 
 MAX_SEED = 2**64 - 1
 
+# A position has several draws where drafts are accepted by the classical rule: its own, and three that serve the rule.
+TOKEN_STREAM, DRAFT_STREAM, ACCEPTANCE_STREAM, RESIDUAL_STREAM = range(4)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
@@ -39,14 +42,14 @@ class SamplingOptions:
             raise OptionError("seed out of range", where="seed", expected=f"0 to {MAX_SEED}", got=self.seed)
 
 
-def uniform_at(seed: int, position: int) -> float:
-    """The one draw that belongs to an absolute position: a multiple of 2^-53 in [0, 1).
+def uniform_at(seed: int, position: int, stream: int = TOKEN_STREAM) -> float:
+    """The one draw of a stream that belongs to an absolute position: a multiple of 2^-53 in [0, 1).
 
-    Counter-based (Philox-4x64-10; Salmon et al., SC 2011): key (seed, 0), counter (1, position, 0, 0), first word, upper
+    Counter-based (Philox-4x64-10; Salmon et al., SC 2011): key (seed, 0), counter (1, position, stream, 0), first word, upper
     53 bits. There is no state, so the draw is the same whatever steps, chunks or rejected drafts led to the position.
     """
     # The bit generator increments before its first block, hence the 0 that becomes counter word 1.
-    counter = np.array([0, position, 0, 0], dtype=np.uint64)
+    counter = np.array([0, position, stream, 0], dtype=np.uint64)
     key = np.array([seed, 0], dtype=np.uint64)
     word = int(np.random.Philox(counter=counter, key=key).random_raw())
     return float(word >> 11) * 2.0**-53
@@ -68,7 +71,7 @@ def probabilities(logits_W: npt.NDArray[np.float32], options: SamplingOptions) -
     return normalised
 
 
-def sample(logits_W: npt.NDArray[np.float32], position: int, options: SamplingOptions) -> int:
+def sample(logits_W: npt.NDArray[np.float32], position: int, options: SamplingOptions, *, stream: int = TOKEN_STREAM) -> int:
     """The token at an absolute position.
 
     The draw u of `uniform_at` falls into the running sum of the kept probabilities, tokens in ascending id: that order
@@ -77,6 +80,7 @@ def sample(logits_W: npt.NDArray[np.float32], position: int, options: SamplingOp
     Args:
         logits_W: float32 [W], scores of the token at `position`.
         position: absolute position that the token will have.
+        stream: which of the position's draws.
 
     Returns:
         A token id in [0, W).
@@ -88,8 +92,13 @@ def sample(logits_W: npt.NDArray[np.float32], position: int, options: SamplingOp
     _check(logits_W)
     if options.temperature == 0.0:
         return int(np.argmax(logits_W))
-    running = np.cumsum(_weights(logits_W, options))
-    target = uniform_at(options.seed, position) * running[-1]
+    return draw(_weights(logits_W, options), uniform_at(options.seed, position, stream))
+
+
+def draw(weights_W: npt.NDArray[np.float64], u: float) -> int:
+    """The token at which the running sum of weights (float64 [W] >= 0, not all 0) exceeds the share u in [0, 1) of their total."""
+    running = np.cumsum(weights_W)
+    target = u * running[-1]
     # u < 1, but its product with the sum may round up to the sum: the first id that reaches the sum is then the last kept one.
     last_kept = int(np.searchsorted(running, running[-1], side="left"))
     return min(int(np.searchsorted(running, target, side="right")), last_kept)

@@ -40,7 +40,8 @@ from colibri_jax.reference.quantized import (
 )
 from colibri_jax.reference.residency import LayerResidency, Residency
 from colibri_jax.reference.routing import select_experts
-from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Scope, Selection, check_scopes, check_step
+from colibri_jax.reference.rows_alone import select_rows_alone
+from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Rows, Scope, Selection, check_scopes, check_step
 from colibri_jax.stats import STATS_SCOPES, ScopeStats, Stats, StatsScope
 from colibri_jax.tensors import tensor_specs
 
@@ -191,7 +192,14 @@ class ReferenceModel:
         """A frozen snapshot."""
         return Stats(backend="reference", precision=self._precision, scopes=dict(self._scopes))
 
-    def forward(self, tokens: Sequence[int] | npt.NDArray[np.integer], *, scope: Scope, logits: Literal["all", "last"] = "all") -> Float32:
+    def forward(
+        self,
+        tokens: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        scope: Scope,
+        logits: Literal["all", "last"] = "all",
+        rows: Rows = "together",
+    ) -> Float32:
         """Run one step, see `LanguageModel.forward`.
 
         Raises:
@@ -200,14 +208,15 @@ class ReferenceModel:
             In every case the model stays as it was.
         """
         begin = time.perf_counter()
-        check_step(scope, logits)
+        check_step(scope, logits, rows, self._routing)
         ids = self._check_tokens(tokens, self._position)
         hidden_TD, caches, selections = self.embed(ids), [], []
         router_logits: list[Float32] = []
         attended_TS: npt.NDArray[np.bool_] | None = None
         for layer, cache in enumerate(self._caches):
             shares = self._config.indexer is not None and self._config.indexer.kinds[layer] == "shared"
-            result = self.layer_step(layer, hidden_TD, cache, self._position, scope=scope, attended_TS=attended_TS if shares else None)
+            shared_TS = attended_TS if shares else None
+            result = self.layer_step(layer, hidden_TD, cache, self._position, scope=scope, rows=rows, attended_TS=shared_TS)
             hidden_TD, attended_TS = result.hidden_TD, result.attended_TS
             caches.append(result.cache)
             if result.selection is not None and result.router_logits_TE is not None:
@@ -252,6 +261,7 @@ class ReferenceModel:
         start: int,
         *,
         scope: Scope = "prefill",
+        rows: Rows = "together",
         attended_TS: npt.NDArray[np.bool_] | None = None,
         selection: Selection | None = None,
     ) -> LayerResult:
@@ -262,7 +272,7 @@ class ReferenceModel:
             hidden_TD: float32 [T, D], the layer's input.
             cache: rows 0 … start - 1 of what attention and (full indexer layers) the indexer keep; more rows are ignored.
             start: position of the first row.
-            scope: for the budget, where no selection is given.
+            scope, rows: for the budget, where no selection is given.
             attended_TS: bool [T, start + T], positions to attend to instead of the indexer's choice (causality applies in
                 any case). A layer that shares its choice needs it.
             selection: experts and weights to use instead of the router's.
@@ -279,7 +289,11 @@ class ReferenceModel:
         moe_index = sum(self._config.sparse[:layer])
 
         def select(logits_TE: Float32, router: RouterSpec) -> Selection:
-            return selection if selection is not None else select_experts(logits_TE, router, self._effective(moe_index, scope))
+            if selection is not None:
+                return selection
+            if rows == "alone":
+                return select_rows_alone(logits_TE, router, self._effective(moe_index, "decode"))
+            return select_experts(logits_TE, router, self._effective(moe_index, scope))
 
         return run_layer(
             self._layer(layer), hidden_TD, cache, start, rope=self._rope, geometry=self._geometry, attended_TS=attended_TS, select=select
@@ -322,7 +336,7 @@ class ReferenceModel:
             TokenError, ContextOverflowError, ShapeError: nothing was appended.
         """
         begin, block = time.perf_counter(), in_memory(self._mtp)
-        check_step("decode", logits)
+        check_step("decode", logits, "together", self._routing)
         ids = self._check_tokens(tokens_next, block.position)
         if isinstance(trunk_hidden, slice):
             trunk_hidden = self._hidden_TD[trunk_hidden]

@@ -35,6 +35,7 @@ struct RoutingOptions {
     Vote vote = Vote::weights;
     int floor = 1;
     double coverage = 1.0;
+    bool rows_alone = false;  // every position is routed as a step of its own, whatever the policy; not with `resident`
 };
 
 // Fields as in colibri_jax.Selection.
@@ -54,7 +55,10 @@ struct Selection {
 
 // logits: float32 [positions][experts]. Throws Error("NonFiniteLogitError") naming position and expert. The caller has
 // validated router and options (the Python dataclasses do); only the logits are checked here. `resident`: ids in [0, experts) that
-// the cache holds, in any order; no policy but `resident` looks at them.
+// the cache holds, in any order; no policy but `resident` looks at them. With `rows_alone`: ids and weights of each position are
+// those of a step of that position alone; union_size, kept, removed and dropped are of all positions together (an expert is removed
+// when no position kept it); dropped_slots and emptied_positions are sums over positions, mass_kept is the mean, summed in their
+// order.
 Selection select_experts(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router,
                          const RoutingOptions& options, std::span<const int32_t> resident = {});
 

@@ -194,10 +194,12 @@ class PyEngine {
         engine_ = std::make_unique<Engine>(std::move(spec), std::move(engine_options));
     }
 
-    py::array_t<float> forward(const py::array_t<int32_t, py::array::c_style>& tokens, bool budget_acts, bool last_only) {
+    py::array_t<float> forward(const py::array_t<int32_t, py::array::c_style>& tokens, bool budget_acts, bool last_only,
+                               bool rows_alone) {
         const std::span<const int32_t> view(tokens.data(), static_cast<size_t>(tokens.size()));
         const py::ssize_t rows = last_only ? 1 : tokens.size();
-        return scored(rows, [&](float* out) { return engine_->forward(view, budget_acts, last_only, out, interrupted); });
+        return scored(rows,
+                      [&](float* out) { return engine_->forward(view, budget_acts, last_only, out, interrupted, rows_alone); });
     }
 
     // `hidden` is float32 [n][width], or the first of n rows of the last forward's, which then stay where they are.
@@ -290,7 +292,8 @@ void bind_engine(py::module_& module) {
         "Bytes that an engine of these descriptions takes, by part.");
     py::class_<PyEngine>(module, "Engine")
         .def(py::init<const py::dict&, const py::dict&>())
-        .def("forward", &PyEngine::forward, py::arg("tokens"), py::arg("budget_acts"), py::arg("last_only"))
+        .def("forward", &PyEngine::forward, py::arg("tokens"), py::arg("budget_acts"), py::arg("last_only"),
+             py::arg("rows_alone") = false)
         .def("rewind", [](PyEngine& self, int64_t n) { self.engine().rewind(n); })
         .def_property_readonly("position", [](PyEngine& self) { return self.engine().position(); })
         .def_property_readonly("selections", &PyEngine::selections)

@@ -22,7 +22,7 @@ using IdArray = py::array_t<int32_t, py::array::c_style>;
 py::dict select(const FloatArray& logits, const std::string& score, int top_k, const std::optional<FloatArray>& bias, int n_group,
                 int topk_group, bool norm_topk_prob, double routed_scaling_factor, int expert_topk, double expert_topp,
                 int64_t budget, const std::string& policy, const std::string& denominator, const std::string& vote, int floor,
-                double coverage, const IdArray& resident) {
+                double coverage, const IdArray& resident, bool rows_alone) {
     RouterSpec router;
     router.score = score_named(score);
     router.top_k = top_k;
@@ -40,6 +40,7 @@ py::dict select(const FloatArray& logits, const std::string& score, int top_k, c
     options.vote = vote_named(vote);
     options.floor = floor;
     options.coverage = coverage;
+    options.rows_alone = rows_alone;
 
     const py::ssize_t positions = logits.shape(0);
     const py::ssize_t experts = logits.shape(1);
@@ -98,10 +99,10 @@ void bind_routing(py::module_& module) {
         py::arg("bias").noconvert(), py::arg("n_group"), py::arg("topk_group"), py::arg("norm_topk_prob"),
         py::arg("routed_scaling_factor"), py::arg("expert_topk"), py::arg("expert_topp"), py::arg("budget"), py::arg("policy"),
         py::arg("denominator"), py::arg("vote"), py::arg("floor") = 1, py::arg("coverage") = 1.0,
-        py::arg("resident").noconvert() = IdArray(0),
+        py::arg("resident").noconvert() = IdArray(0), py::arg("rows_alone") = false,
         "Selection's fields and `removed` (ascending ids that the budget took from the union) as a dict. logits: float32 [S, E], "
         "C-contiguous; the arguments are the validated fields of RouterSpec and RoutingOptions; resident: int32 ids in [0, E) "
-        "that the cache holds, for policy `resident` alone.");
+        "that the cache holds, for policy `resident` alone; rows_alone: every position is a step of its own.");
 }
 
 }  // namespace colibri::bindings

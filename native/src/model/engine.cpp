@@ -73,6 +73,7 @@ struct Engine::Impl {
     int64_t traced_inputs = kAllInputs;
     Trace trace;
     int64_t bytes_per_position = 0;
+    bool rows_alone = false;  // of the step at hand
 
     Impl(ModelSpec m, EngineOptions o)
         : model((check_spec(m, o), std::move(m))),
@@ -124,6 +125,7 @@ struct Engine::Impl {
         RoutingOptions routing = options.routing;
         routing.budget = budget_acts ? options.budgets.at(moe_index) : 0;
         if (!budget_acts) routing.coverage = 1.0;
+        routing.rows_alone = rows_alone;
         return routing;
     }
 
@@ -244,10 +246,11 @@ Engine::Engine(ModelSpec model, EngineOptions options) : impl_(std::make_unique<
 Engine::~Engine() = default;
 
 bool Engine::forward(std::span<const int32_t> tokens, bool budget_acts, bool last_only, float* logits,
-                     const std::function<bool()>& interrupted) {
+                     const std::function<bool()>& interrupted, bool rows_alone) {
     Impl& self = *impl_;
     const Clock::time_point begin = Clock::now();
     self.report = {};
+    self.rows_alone = rows_alone;
     self.check(tokens, self.position, last_only);
     return self.reported(begin, [&] {
         if (!self.run(tokens, budget_acts, interrupted)) return false;
@@ -265,6 +268,7 @@ bool Engine::mtp_forward(std::span<const int32_t> tokens_next, const float* hidd
     Impl& self = *impl_;
     const Clock::time_point begin = Clock::now();
     self.report = {};
+    self.rows_alone = false;
     self.check(tokens_next, self.block().position(), last_only);
     return self.reported(begin, [&] { return self.draft(tokens_next, hidden, last_only, logits, interrupted); });
 }

@@ -13,6 +13,7 @@
 #include "colibri/routing.h"
 #include "exact_math.h"
 #include "position.h"
+#include "rows_alone.h"
 
 namespace colibri {
 namespace {
@@ -229,6 +230,7 @@ class Step {
 Selection select_experts(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router,
                          const RoutingOptions& options, std::span<const int32_t> resident) {
     check_logits(logits, positions, experts, router);
+    if (options.rows_alone) return routing::select_rows_alone(logits, positions, experts, router, options);
     return Step(logits, positions, experts, router, options).finish(resident);
 }
 
