@@ -20,7 +20,7 @@ from colibri_jax.errors import MemoryBudgetError, OutputExistsError
 from colibri_jax.routing_spec import RoutingOptions
 from colibri_jax.tokenizer import ChatTokenizer
 
-ENVIRONMENT = ("SNAP", "PROMPT", "NGEN", "EXPERT_BUDGET", "TOPK", "TOPP", "MTP", "CAP", "RAM_GB", "READER")
+ENVIRONMENT = ("SNAP", "PROMPT", "NGEN", "EXPERT_BUDGET", "TOPK", "TOPP", "MTP", "CAP", "RAM_GB", "READER", "DRAFT")
 
 
 class Loader:
@@ -172,6 +172,46 @@ def test_an_option_that_changes_nothing_says_so(loader: Loader, model: str) -> N
     assert "no effect: --seed without --temperature (greedy)\n" in result.stderr
 
 
+# ---- drafts
+
+
+def test_drafts_leave_the_text_and_show_what_they_did(loader: Loader, model: str) -> None:
+    loader.answer = "abc abc abc abc"
+    plain = call("generate", model, "--prompt", "hi")
+    assert "drafts:" not in plain.stderr
+    drafted = call("generate", model, "--prompt", "hi", "--draft", "lookup", "--no-pause", DRAFT="2")
+    assert drafted.stdout == plain.stdout
+    for fragment in (
+        "draft=lookup  draft-depth=2 (DRAFT)",
+        "drafts: lookup, depth 2, exact, acceptance equal",
+        "tokens per verification step",
+    ):
+        assert fragment in drafted.stderr
+    data = json.loads(call("generate", model, "--prompt", "hi", "--draft", "lookup", "--no-pause", "--json").stdout)
+    assert data["speculation"]["accepted"][0] > 0
+    assert data["options"]["draft_depth"] == 3
+    assert json.loads(call("generate", model, "--prompt", "hi", "--json").stdout)["speculation"] is None
+
+
+def test_union_says_that_it_is_lossy(loader: Loader, model: str) -> None:
+    flags = ["--draft", "lookup", "--speculation", "union", "--budget", "4", "--budget-scope", "verify"]
+    result = call("generate", model, "--prompt", "hi", *flags)
+    assert "lossy: the rows of a verification share a budget" in result.stderr
+    assert "union (lossy)" in result.stderr
+    text = call("generate", "--help").stdout
+    assert "union is lossy" in " ".join(text.split())
+    assert "LOSSY" in text
+
+
+def test_options_of_drafts_without_effect_say_so(loader: Loader, model: str) -> None:
+    result = call("generate", model, "--prompt", "hi", "--draft-depth", "2", "--no-pause", MTP="0")
+    assert "no effect: --draft-depth without --draft\n" in result.stderr
+    assert "no effect: --no-pause without --draft\n" in result.stderr
+    result = call("generate", model, "--prompt", "hi", "--draft", "lookup", "--budget", "4", "--budget-scope", "all", MTP="1")
+    assert "draft=lookup" in result.stderr
+    assert "no effect: exact speculation routes the rows of scope verify as scope decode does\n" in result.stderr
+
+
 # ---- two sizes of one cache
 
 
@@ -214,6 +254,7 @@ def test_json_is_one_object_with_everything(loader: Loader, model: str) -> None:
         "total",
         "budget_line",
         "notes",
+        "speculation",
     }
     assert data["text"] == "héllo €"
     assert byte_tokenizer().decode(data["token_ids"]) == data["text"]
@@ -266,7 +307,11 @@ def test_an_over_long_prompt_is_an_error_before_the_model_is_loaded(loader: Load
     ("arguments", "environment", "message"),
     [
         ([], {}, "nothing to answer"),
-        (["--prompt", "hi"], {"MTP": "1"}, "drafting with the MTP block is not built in yet"),
+        (["--prompt", "hi"], {"MTP": "1"}, "no MTP block to draft with"),
+        (["--prompt", "hi", "--draft", "mtp"], {}, "no MTP block to draft with"),
+        (["--prompt", "hi", "--draft", "lookup", "--policy", "resident", "--allow-irreproducible"], {}, "what the cache holds"),
+        (["--prompt", "hi", "--draft-depth", "9"], {}, "--draft-depth"),
+        (["--prompt", "hi"], {"DRAFT": "0"}, "DRAFT"),
         (["--prompt", "hi", "--raw", "--system", "s"], {}, "a raw prompt has no roles"),
         (["--prompt", "hi", "--expert-topp", "1.5"], {}, "share out of range"),
         (["--prompt", "hi", "--temperature", "-1"], {}, "temperature out of range"),

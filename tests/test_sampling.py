@@ -117,7 +117,7 @@ def test_top_p_ties_go_to_the_lowest_id_in_a_long_vocabulary_too() -> None:
 def test_a_draw_at_the_edge_of_a_token_belongs_to_the_next_and_never_to_one_left_out(
     monkeypatch: pytest.MonkeyPatch, draw_at: float, token: int
 ) -> None:
-    monkeypatch.setattr(sampling, "uniform_at", lambda seed, position: draw_at)
+    monkeypatch.setattr(sampling, "uniform_at", lambda seed, position, stream: draw_at)
     logits = np.array([-5.0, 2.0, -5.0, 2.0, -5.0], np.float32)
     assert sample(logits, 0, SamplingOptions(temperature=1.0, top_p=0.9)) == token
 

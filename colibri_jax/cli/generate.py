@@ -31,7 +31,7 @@ from colibri_jax.cli.options import (
 from colibri_jax.config import ModelConfig
 from colibri_jax.container.directory import read_config
 from colibri_jax.errors import MissingFileError, OptionError
-from colibri_jax.generate.drafters import Drafter, LookupDrafter, MTPDrafter
+from colibri_jax.generate.drafters import Drafter, LookupDrafter, MTPDrafter, check_mtp
 from colibri_jax.generate.loop import DEFAULT_PREFILL_CHUNK, GenerateOptions, check_prompt, tokens
 from colibri_jax.generate.loop import generate as run_loop
 from colibri_jax.generate.notes import Verification, budget_is_on, budget_notes
@@ -39,7 +39,7 @@ from colibri_jax.generate.protocol import LanguageModel
 from colibri_jax.generate.report import OptionValue, RunReport
 from colibri_jax.generate.sampling import SamplingOptions
 from colibri_jax.generate.speculate import SpeculationOptions, Speculator
-from colibri_jax.routing_spec import RoutingOptions, Scope
+from colibri_jax.routing_spec import RoutingOptions, Scope, check_rows_alone
 from colibri_jax.stats import Stats
 from colibri_jax.tokenizer import ChatTokenizer
 
@@ -134,6 +134,10 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
     speculation = SpeculationOptions(
         depth=value["draft_depth"], speculation=value["speculation"], acceptance=value["acceptance"], pausing=value["pausing"]
     )
+    if draft == "mtp":
+        check_mtp(config)
+    if draft != "off" and speculation.speculation == "exact":
+        check_rows_alone(routing)
     notes = _notes(config, routing, scopes, options, largest_prefill_step=min(run.prefill_chunk, len(prompt_ids)))
     drafting = {"draft_depth", "speculation", "acceptance", "pausing"}
     hidden = {"prompt", "system", "mtp", "as_json"} | (drafting if draft == "off" else set()) | (set() if value["raw"] else {"raw"})

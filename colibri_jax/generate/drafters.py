@@ -9,6 +9,7 @@ from typing import Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from colibri_jax.config import ModelConfig
 from colibri_jax.errors import ConfigError, OptionError
 from colibri_jax.generate.protocol import LanguageModel
 from colibri_jax.generate.sampling import DRAFT_STREAM, SamplingOptions, probabilities, sample
@@ -113,6 +114,16 @@ class MTPModel(LanguageModel, Protocol):
         """Drop the block's last n rows."""
 
 
+def check_mtp(config: ModelConfig) -> None:
+    """Refuse to draft with a block that there is not.
+
+    Raises:
+        ConfigError: the model has no MTP block.
+    """
+    if not config.n_mtp_layers:
+        raise ConfigError("no MTP block to draft with", where="num_nextn_predict_layers", expected=1, got=0)
+
+
 class MTPDrafter:
     """Drafts with the model's MTP block.
 
@@ -127,15 +138,15 @@ class MTPDrafter:
 
     Raises:
         ConfigError: the model has no MTP block.
-        OptionError: its block has not seen all positions of the cache.
+        OptionError: the backend does not run it, or it has not seen all positions of the cache.
     """
 
     name = "mtp"
 
     def __init__(self, lm: LanguageModel, sampling: SamplingOptions, *, independent: bool = False) -> None:
-        if not lm.config.n_mtp_layers or not hasattr(lm, "mtp_forward"):
-            got = lm.config.n_mtp_layers and "this backend does not run it"
-            raise ConfigError("no MTP block to draft with", where="num_nextn_predict_layers", expected=1, got=got)
+        check_mtp(lm.config)
+        if not hasattr(lm, "mtp_forward"):
+            raise OptionError("no MTP block to draft with", where="backend", expected="one that runs the block", got=lm.stats.backend)
         self._lm, self._sampling, self._independent = cast(MTPModel, lm), sampling, independent
         if self._lm.mtp_position != lm.position:
             raise OptionError(
