@@ -152,6 +152,8 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
     arguments = load_arguments(options)
     if usage is not None and value["pin"]:
         arguments["pinned"] = usage.hottest(value["pin"])
+    if draft == "mtp":
+        arguments["mtp"] = True
     lm = colibri_jax.load(directory, routing=routing, budget_scopes=scopes, context_positions=context, **arguments)
     click.echo(_describe_engine(lm.stats), err=True)
     speculator = None if draft == "off" else Speculator(lm, _drafter(draft, lm, sampling, speculation), speculation)

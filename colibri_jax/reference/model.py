@@ -319,9 +319,9 @@ class ReferenceModel:
     ) -> Float32:
         """Append rows to the MTP block: row t scores token t + 2.
 
-        The block has its own cache and position (`mtp_position`); rows must follow each other without a gap, so a caller feeds
-        `hidden` of every forward in turn. To draft on past these, feed `mtp_hidden` as if it were the trunk's, and drop those rows
-        again. The budget does not act on the block, TOPK and TOPP do; its steps are counted as "draft".
+        The block has its own cache and position (`mtp_position`); rows follow each other without a gap, so `hidden` of every forward is
+        fed in turn. To draft on, feed `mtp_hidden` in its place, and drop those rows again. The budget does not act on the block,
+        TOPK and TOPP do; its steps are counted as "draft".
 
         Args:
             tokens_next: the token after each row's own.
@@ -340,16 +340,11 @@ class ReferenceModel:
         ids = self._check_tokens(tokens_next, block.position)
         if isinstance(trunk_hidden, slice):
             trunk_hidden = self._hidden_TD[trunk_hidden]
-        if trunk_hidden.shape != (ids.size, self._config.hidden_size):
-            expected = [ids.size, self._config.hidden_size]
-            raise ShapeError("trunk hidden state", where="mtp_forward", expected=expected, got=list(trunk_hidden.shape))
+        if trunk_hidden.shape != (expected := (ids.size, self._config.hidden_size)):
+            raise ShapeError("trunk hidden state", where="mtp_forward", expected=expected, got=trunk_hidden.shape)
         options = self._routing.without_budget()
         rows = block.forward(
-            self.embed(ids),
-            trunk_hidden,
-            self._rope,
-            self._geometry,
-            lambda logits_TE, router: select_experts(logits_TE, router, options),
+            self.embed(ids), trunk_hidden, self._rope, self._geometry, lambda z, router: select_experts(z, router, options)
         )
         logits_TW = self.score(rows.hidden_TD if logits == "all" else rows.hidden_TD[-1:])
         block.append(rows)
