@@ -342,10 +342,8 @@ class ReferenceModel:
             trunk_hidden = self._hidden_TD[trunk_hidden]
         if trunk_hidden.shape != (expected := (ids.size, self._config.hidden_size)):
             raise ShapeError("trunk hidden state", where="mtp_forward", expected=expected, got=trunk_hidden.shape)
-        options = self._routing.without_budget()
-        rows = block.forward(
-            self.embed(ids), trunk_hidden, self._rope, self._geometry, lambda z, router: select_experts(z, router, options)
-        )
+        free = self._routing.without_budget()
+        rows = block.forward(self.embed(ids), trunk_hidden, self._rope, self._geometry, lambda z, router: select_experts(z, router, free))
         logits_TW = self.score(rows.hidden_TD if logits == "all" else rows.hidden_TD[-1:])
         block.append(rows)
         self._count("draft", begin, ids.size, [rows.selection])
