@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from doctored_models import Doctored
 from fakes import FakeModel, as_language_model
@@ -34,9 +35,14 @@ class Timed(Doctored):
 
 def run(cost: Callable[[int, int], float], wrong: Callable[[int], bool], n: int = N, **fields: Any) -> tuple[float, SpeculationStats]:
     """Seconds of an answer of n tokens over seconds without drafts, and what drafting did."""
-    options, context = GenerateOptions(max_new_tokens=n), {"context_positions": n + 20}
-    plain = decode_plainly(as_language_model(FakeModel(**context)), PROMPT, options)  # type: ignore[arg-type]
-    model = Timed(FakeModel(**context), cost)  # type: ignore[arg-type]
+    script = dict(enumerate(np.random.default_rng(0).integers(0, 300, n + 20).tolist()))
+
+    def fresh() -> FakeModel:
+        return FakeModel(context_positions=n + 20, script=script)
+
+    options = GenerateOptions(max_new_tokens=n)
+    plain = decode_plainly(as_language_model(fresh()), PROMPT, options)
+    model = Timed(fresh(), cost)
     drafter = Forced(plain.answer, 0, 300, wrong)
     speculator = Speculator(model, drafter, SpeculationOptions(depth=3, **fields), clock=lambda: model.now)  # type: ignore[arg-type]
     made = generate(model, PROMPT, options, make=speculator.tokens)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from model_laws import MONOTONE, mass_faults, order_faults, selection_faults
+from model_rows import check_rows_alone
 from model_runs import Run, Step
 from model_shapes import POSITIONS, Shape
 
@@ -256,22 +257,6 @@ def check_split(subject: Subject, run: Run, findings: Findings) -> Iterator[str]
                 yield f"split {run.cuts}, {routing.policy} {routing.budget}: positions {start} to {start + n - 1} differ"
                 return
             start += n
-
-
-def check_rows_alone(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
-    """Rows of a verification that are routed alone have the logits and experts that decoding them one by one gives."""
-    verifying, decoding, start = subject.native(run), subject.native(run), 0
-    for n in run.cuts:
-        rows = run.history[start : start + n]
-        together_TW, joined = verifying.forward(rows, scope="verify", rows="alone"), verifying.selections
-        for row, token in enumerate(rows):
-            if decoding.forward([token], scope="decode")[0].tobytes() != together_TW[row].tobytes():
-                yield f"rows alone {run.cuts}, {run.routing.policy} {run.routing.budget}: position {start + row} differs from decoding it"
-                return
-            for layer, (ours, theirs) in enumerate(zip(joined, decoding.selections, strict=True)):
-                if ours.ids[row].tobytes() != theirs.ids[0].tobytes() or ours.weights[row].tobytes() != theirs.weights[0].tobytes():
-                    yield f"rows alone, MoE layer {layer}: position {start + row} has other experts than when it is decoded"
-        start += n
 
 
 def check_replay(subject: Subject, run: Run, findings: Findings) -> Iterator[str]:
