@@ -55,9 +55,10 @@ struct Selection {
 
 // logits: float32 [positions][experts]. Throws Error("NonFiniteLogitError") naming position and expert. The caller has
 // validated router and options (the Python dataclasses do); only the logits are checked here. `resident`: ids in [0, experts) that
-// the cache holds, in any order; no policy but `resident` looks at them. With `rows_alone`: ids and weights of each position are those
-// of a step of that position alone; union_size, kept, removed and dropped are of all positions together (an expert is removed when no
-// position kept it); dropped_slots and emptied_positions are sums over positions, mass_kept is the mean, summed in their order.
+// the cache holds, in any order; no policy but `resident` looks at them. With `rows_alone`: ids and weights of each position are
+// those of a step of that position alone; union_size, kept, removed and dropped are of all positions together (an expert is removed
+// when no position kept it); dropped_slots and emptied_positions are sums over positions, mass_kept is the mean, summed in their
+// order.
 Selection select_experts(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router,
                          const RoutingOptions& options, std::span<const int32_t> resident = {});
 

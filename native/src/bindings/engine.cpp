@@ -190,7 +190,8 @@ class PyEngine {
         engine_ = std::make_unique<Engine>(std::move(spec), std::move(engine_options));
     }
 
-    py::array_t<float> forward(const py::array_t<int32_t, py::array::c_style>& tokens, bool budget_acts, bool last_only, bool rows_alone) {
+    py::array_t<float> forward(const py::array_t<int32_t, py::array::c_style>& tokens, bool budget_acts, bool last_only,
+                               bool rows_alone) {
         const std::span<const int32_t> view(tokens.data(), static_cast<size_t>(tokens.size()));
         const py::ssize_t rows = last_only ? 1 : tokens.size();
         py::array_t<float> logits({rows, static_cast<py::ssize_t>(vocab_)});

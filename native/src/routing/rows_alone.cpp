@@ -32,8 +32,8 @@ Selection select_rows_alone(std::span<const float> logits, int64_t positions, in
     std::vector<bool> kept(experts, false), chosen(experts, false);
     double mass = 0;
     for (int64_t row = 0; row < positions; ++row) {
-        const Selection one =
-            select_experts(logits.subspan(static_cast<size_t>(row * experts), static_cast<size_t>(experts)), 1, experts, router, single);
+        const Selection one = select_experts(logits.subspan(static_cast<size_t>(row * experts), static_cast<size_t>(experts)), 1,
+                                             experts, router, single);
         all.ids.insert(all.ids.end(), one.ids.begin(), one.ids.end());
         all.weights.insert(all.weights.end(), one.weights.begin(), one.weights.end());
         for (const int32_t id : one.kept) kept[id] = chosen[id] = true;
