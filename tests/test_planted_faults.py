@@ -253,8 +253,8 @@ def test_the_command_fails_unless_all_are_caught(
     done = CliRunner().invoke(planted_faults.main, arguments)
     assert done.exit_code == status, done.output
     answer = json.loads(done.stdout)
-    assert (answer["planted"], answer["caught"], len(answer["faults"])) == (1, 1 - status, 2)
-    assert target.read_text().count("\n| stale slot") == 2
+    assert (answer["planted"], answer["caught"], len(answer["faults"])) == (1, 1 - status, 3)
+    assert target.read_text().count("\n| stale slot") == 3
 
 
 @pytest.mark.parametrize(
