@@ -3,7 +3,7 @@
     python validation/bench/make_model.py OUT --layers 10 --experts 64 --hidden 2048 --expert-hidden 1024
     python validation/bench/make_model.py OUT --glm-layers 4
 
-The second form has GLM-5.2's true layer sizes: one dense layer and as many MoE layers as asked for, 5.6 GB each. It then runs a prompt
+The second form has GLM-5.2's true layer sizes: one dense layer and as many MoE layers as asked for, 5.4 GB each. It then runs a prompt
 and fails unless the routing spreads.
 
 Weights are drawn once per kind of matrix; every matrix is another window of them. int4 values are uniform in -7 … 7, scaled
