@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from colibri_jax.bench.kernels import DEFAULT_BYTES, GB, check_read, random_memory
-from colibri_jax.bench.model import ExpertBlocks, StepCost, dense_bytes_touched, open_model, random_tokens, run
-from colibri_jax.bench.report import BenchError, Measured, Row, Table, ratios
+from colibri_jax.bench.kernels import DEFAULT_BYTES, check_read, random_memory
+from colibri_jax.bench.model import COLD_CACHE, ExpertBlocks, StepCost, dense_bytes_touched, open_model, random_tokens, run
+from colibri_jax.bench.report import GB, BenchError, Measured, Progress, Row, Table, ratios
 from colibri_jax.container.reader import Container
 from colibri_jax.engine.passes import read_pass
 from colibri_jax.engine.session import NativeModel
@@ -16,12 +15,9 @@ from colibri_jax.errors import OptionError
 from colibri_jax.routing_spec import RoutingOptions
 
 PROMPT = 14
-COLD_CACHE = 2
 MOST_WARMING_STEPS = 60
 WARMING_POSITIONS = 256
 IO_DEPTH = 2
-
-Progress = Callable[[str], None]
 
 
 def bench_cold_decode(

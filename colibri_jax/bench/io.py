@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from colibri_jax.bench.model import ExpertBlocks
-from colibri_jax.bench.report import Measured, Row, Table, ratios
+from colibri_jax.bench.report import GB, Measured, Progress, Row, Table, ratios
 from colibri_jax.container.reader import Container
 from colibri_jax.engine.reads import uring_refusal
 
-GB = 1e9
 CHECKED_EXPERTS = 4
-
-Progress = Callable[[str], None]
 
 
 def bench_io(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 
-from colibri_jax.bench.report import BenchError, Measured, Row, Table, ratios
+from colibri_jax.bench.report import GB, BenchError, Measured, Progress, Row, Table, ratios
 from colibri_jax.engine.passes import ProductPass, available_isas, read_pass
 from colibri_jax.quant import ROW_BLOCK, ByteArray, WeightFormat
 
 # More than any cache, so that every pass comes from memory.
 DEFAULT_BYTES = 3 << 29
-GB = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +30,6 @@ FORMS = (
     Form("int4 f16, gate/up", WeightFormat(4, 64, "rows16", "f16"), 2048, 6144),
     Form("int8, head", WeightFormat(8, 0, "rows16"), 8192, 6144),
 )
-
-Progress = Callable[[str], None]
 
 
 def bench_kernels(

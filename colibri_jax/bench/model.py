@@ -20,6 +20,7 @@ from colibri_jax.stats import ScopeStats
 from colibri_jax.tensors import expert_roles
 
 BLOCK = 4096
+COLD_CACHE = 2  # experts per layer: as good as none
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from colibri_jax.bench.model import StepCost, open_model, random_tokens, run
-from colibri_jax.bench.report import BenchError, Measured, Row, Table
+from colibri_jax.bench.model import COLD_CACHE, StepCost, open_model, random_tokens, run
+from colibri_jax.bench.report import GB, BenchError, Measured, Progress, Row, Table
 from colibri_jax.errors import OptionError
 from colibri_jax.plots import Panel
 from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope
-
-GB = 1e9
-COLD_CACHE = 2
-
-Progress = Callable[[str], None]
 
 
 def bench_prefill(

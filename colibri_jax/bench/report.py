@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from colibri_jax.errors import ColibriError
+
+GB = 1e9
+
+Progress = Callable[[str], None]
+"""Told what is being measured."""
 
 
 class BenchError(ColibriError):
@@ -43,6 +48,11 @@ class Row:
     what: str
     figures: dict[str, Measured | float | int | str]
 
+    def cell(self, name: str) -> str:
+        """A figure as people read it; empty where the row has none of that name."""
+        value = self.figures.get(name, "")
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -56,6 +66,11 @@ class Table:
     title: str
     conditions: dict[str, Any]
     rows: tuple[Row, ...]
+
+    @property
+    def figure_names(self) -> tuple[str, ...]:
+        """Names of all rows' figures, in the order in which they first come."""
+        return tuple(dict.fromkeys(name for row in self.rows for name in row.figures))
 
     def to_json(self) -> dict[str, Any]:
         """Medians, and all values beside them."""

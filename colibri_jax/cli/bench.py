@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from colibri_jax.cli.options import parse_budget
+from colibri_jax.cli.options import READER_CHOICE, parse_budget
 
 if TYPE_CHECKING:
     from colibri_jax.bench import Table
@@ -32,6 +32,7 @@ threads_option = click.option(
     "--threads", type=click.IntRange(min=1), default=lambda: len(os.sched_getaffinity(0)), show_default="processors", help="That compute."
 )
 repeats_option = click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Measurements of each figure.")
+container_argument = click.argument("model_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
@@ -64,7 +65,7 @@ def kernels(threads: int, isas: tuple[str, ...], positions: tuple[int, ...], mem
 
 
 @bench.command()
-@click.argument("model_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@container_argument
 @click.option("--depth", "depths", type=click.IntRange(min=1), multiple=True, default=(1, 2, 4, 8), show_default=True, help="Repeatable.")
 @click.option("--experts", type=click.IntRange(min=1), default=24, show_default=True, help="Read in one measurement.")
 @repeats_option
@@ -79,11 +80,11 @@ def io(model_dir: Path, depths: tuple[int, ...], experts: int, repeats: int, as_
 
 
 @bench.command()
-@click.argument("model_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@container_argument
 @click.option("--cache", type=click.Choice(["cold", "warm"]), default="cold", show_default=True, help="Two experts a layer, or all.")
 @click.option("--tokens", type=click.IntRange(min=1), default=6, show_default=True, help="Decoded in one measurement.")
 @click.option("--budget", type=parse_budget, default="off", show_default=True, help="Cold: the same tokens under this budget as well.")
-@click.option("--reader", type=click.Choice(["auto", "pread", "uring"]), default="auto", show_default=True)
+@click.option("--reader", type=READER_CHOICE, default="auto", show_default=True)
 @click.option("--depth", type=click.IntRange(min=1), default=2, show_default=True, help="Cold: reads in flight.")
 @click.option("--pipe/--no-pipe", default=True, show_default=True, help="Reads run ahead of the products.")
 @click.option("--pilot/--no-pilot", default=False, show_default=True, help="The next layer's likely experts are read as well.")
@@ -117,7 +118,7 @@ def decode(
 
 
 @bench.command()
-@click.argument("model_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@container_argument
 @click.option("--positions", type=click.IntRange(min=1), multiple=True, default=(14, 512), show_default=True, help="Repeatable.")
 @threads_option
 @repeats_option
@@ -132,7 +133,7 @@ def prefill(model_dir: Path, positions: tuple[int, ...], threads: int, repeats: 
 
 
 @bench.command()
-@click.argument("model_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@container_argument
 @click.option(
     "--budget", "budgets", type=parse_budget, multiple=True, default=("off", "12", "6", "4"), show_default=True, help="Repeatable."
 )
@@ -187,13 +188,8 @@ def show(table: Table, as_json: bool) -> None:
         click.echo(json.dumps(table.to_json()))
         return
     console = Console()
-    names = list(dict.fromkeys(name for row in table.rows for name in row.figures))
-    shown = RichTable("", *names, title=table.title)
+    shown = RichTable("", *table.figure_names, title=table.title)
     for row in table.rows:
-        shown.add_row(row.what, *(_cell(row.figures.get(name, "")) for name in names))
+        shown.add_row(row.what, *(row.cell(name) for name in table.figure_names))
     console.print(shown)
     console.print(", ".join(f"{name} {value}" for name, value in table.conditions.items()))
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

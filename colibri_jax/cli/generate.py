@@ -17,7 +17,6 @@ import colibri_jax
 from colibri_jax.cli import EXIT_INTERRUPTED
 from colibri_jax.cli.options import (
     describe_options,
-    draft_from,
     effective_options,
     engine_options,
     load_arguments,
@@ -25,9 +24,9 @@ from colibri_jax.cli.options import (
     model_directory,
     routing_from,
     routing_options,
-    speculation_options,
     usage_from,
 )
+from colibri_jax.cli.speculation import draft_from, speculation_options
 from colibri_jax.config import ModelConfig
 from colibri_jax.container.directory import read_config
 from colibri_jax.errors import MissingFileError, OptionError

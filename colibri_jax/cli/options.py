@@ -11,9 +11,7 @@ from click.core import ParameterSource
 
 from colibri_jax.container.reader import refuse_unfinished
 from colibri_jax.errors import MissingFileError, OptionError
-from colibri_jax.generate.acceptance import Acceptance
 from colibri_jax.generate.report import OptionValue
-from colibri_jax.generate.speculate import DEFAULT_DEPTH, MOST_DRAFTS, Speculation
 from colibri_jax.routing_spec import POLICIES, SCOPES, Denominator, RoutingOptions, Scope, Vote
 
 if TYPE_CHECKING:
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 BYTES_PER_GB = 1e9
+READER_CHOICE = click.Choice(["auto", "pread", "uring"])
 
 # A checkout or an installation that ships no model has no such directory; the error then says what to give.
 SHIPPED_MODEL = Path(__file__).parent.parent / "models" / "tiny-glm-moe-dsa"
@@ -66,7 +65,7 @@ def group_size_option(command: Command) -> Command:
     )(command)
 
 
-def _apply(decorators: Iterable[Callable[[Command], Command]], command: Command) -> Command:
+def apply_all(decorators: Iterable[Callable[[Command], Command]], command: Command) -> Command:
     for decorator in reversed(list(decorators)):
         command = decorator(command)
     return command
@@ -79,7 +78,7 @@ def model_argument(command: Command) -> Command:
 
 def routing_options(command: Command) -> Command:
     """The budget and the two per-position cuts."""
-    return _apply(
+    return apply_all(
         [
             click.option(
                 "--budget",
@@ -153,59 +152,9 @@ def routing_options(command: Command) -> Command:
     )
 
 
-def speculation_options(command: Command) -> Command:
-    """Drafts and how they are verified."""
-    return _apply(
-        [
-            click.option(
-                "--draft",
-                type=click.Choice(["off", "lookup", "mtp"]),
-                default="off",
-                show_default=True,
-                help="Guess tokens ahead and verify them in one step: by what followed the same tokens before, or by the MTP block.",
-            ),
-            click.option(
-                "--draft-depth",
-                type=click.IntRange(1, MOST_DRAFTS),
-                default=DEFAULT_DEPTH,
-                envvar="DRAFT",
-                show_envvar=True,
-                show_default=True,
-                help="Most tokens guessed at a time.",
-            ),
-            click.option(
-                "--speculation",
-                type=click.Choice(get_args(Speculation)),
-                default="exact",
-                show_default=True,
-                help="exact: the text is that without drafts. union is lossy: the rows of a verification share the budget of scope verify.",
-            ),
-            click.option(
-                "--acceptance",
-                type=click.Choice(get_args(Acceptance)),
-                default="equal",
-                show_default=True,
-                help="Keep a guess that is the token that would be drawn, or by the classical rule: other text, distributed alike.",
-            ),
-            click.option(
-                "--pausing/--no-pause", default=True, show_default=True, help="Stop guessing for a while where it costs more than it gains."
-            ),
-            click.option("--mtp", type=click.IntRange(0, 1), envvar="MTP", hidden=True),
-        ],
-        command,
-    )
-
-
-def draft_from(options: dict[str, OptionValue]) -> str:
-    """The drafter; MTP=1 asks for "mtp" where --draft does not say otherwise. Puts the effective value into `options`."""
-    if options["mtp"].value == 1 and options["draft"].source == "default":
-        options["draft"] = OptionValue("mtp", "MTP" if options["mtp"].source == "MTP" else "flag")
-    return str(options["draft"].value)
-
-
 def engine_options(command: Command) -> Command:
     """How the model is loaded and run; nothing here but --backend and --precision may change a bit of the output."""
-    return _apply(
+    return apply_all(
         [
             click.option(
                 "--cache-experts",
@@ -226,7 +175,7 @@ def engine_options(command: Command) -> Command:
             click.option("--io", type=click.Choice(["direct", "buffered"]), help="Read experts past the page cache, or through it."),
             click.option(
                 "--reader",
-                type=click.Choice(["auto", "pread", "uring"]),
+                type=READER_CHOICE,
                 envvar="READER",
                 show_envvar=True,
                 help="Read with threads that call pread, or through the kernel's io_uring; auto, the default, takes pread.",

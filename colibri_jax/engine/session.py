@@ -104,8 +104,8 @@ class NativeModel:
 
     @property
     def usage(self) -> ExpertUsage:
-        """How often each expert was used since the model was loaded."""
-        return self._usage
+        """How often each expert was used since the model was loaded. A copy."""
+        return ExpertUsage(self._usage.counts_LE.copy())
 
     @property
     def stats(self) -> Stats:
@@ -131,7 +131,7 @@ class NativeModel:
                 raise
             self._selections = tuple(Selection(**fields) for fields in self._engine.selections)
             self._hidden_rows = ids.size
-            self._usage = self._usage.with_selections(self._selections)
+            self._usage.count(self._selections)
             self._count(scope, ScopeStats(steps=1, positions=ids.size, **self._engine.report).with_selections(self._selections))
         return scores
 

@@ -69,12 +69,10 @@ class ExpertUsage:
         """The sums of both counts."""
         return ExpertUsage(self.counts_LE + other.counts_LE)
 
-    def with_selections(self, selections: Iterable[Selection]) -> ExpertUsage:
-        """These counts with one step's kept experts, a selection per MoE layer, counted in."""
-        counts_LE = self.counts_LE.copy()
+    def count(self, selections: Iterable[Selection]) -> None:
+        """Count one step's kept experts in, a selection per MoE layer."""
         for layer, selection in enumerate(selections):
-            counts_LE[layer, selection.kept] += 1
-        return ExpertUsage(counts_LE)
+            self.counts_LE[layer, selection.kept] += 1
 
     def hottest(self, n: int) -> Pins:
         """Of every layer at most n experts that were used, most used first, ties to the lowest id."""

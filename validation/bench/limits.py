@@ -36,8 +36,8 @@ from colibri_jax.bench import (
     sweep_panels,
 )
 from colibri_jax.bench.decode import PROMPT
-from colibri_jax.bench.kernels import GB
 from colibri_jax.bench.model import dense_bytes_touched
+from colibri_jax.bench.report import GB
 from colibri_jax.container.reader import Container
 from colibri_jax.engine.passes import available_isas
 from colibri_jax.plots import draw
@@ -163,17 +163,12 @@ def _lines(tables: list[Table], goals: list[Goal], between_bytes: int) -> Iterat
         yield ""
         yield ", ".join(f"{name}: {value}" for name, value in table.conditions.items())
         yield ""
-        names = list(dict.fromkeys(name for row in table.rows for name in row.figures))
         yield f"| what | {' | '.join(row.what for row in table.rows)} |"
         yield f"| --- |{' --- |' * len(table.rows)}"
-        for name in names:
-            yield f"| {name} | {' | '.join(_cell(row.figures.get(name, '')) for row in table.rows)} |"
+        for name in table.figure_names:
+            yield f"| {name} | {' | '.join(row.cell(name) for row in table.rows)} |"
     yield ""
     yield f"![the sweep]({PICTURE.name})"
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _processor() -> str:

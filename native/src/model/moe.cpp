@@ -65,15 +65,15 @@ void FeedForward::step(MoEContext& context, FeedForwardScratch& s, const Routing
     const int64_t width = model_.width;
     s.normed.reserve(n * width);
     s.out.reserve(n * width);
-    for (int64_t p = 0; p < n; ++p)
-        kernels.rms_norm(hidden + p * width, norm_.f32(), model_.rms_eps, width, s.normed.data() + p * width);
+    normalise(kernels, hidden, n, s.normed.data());
     s.input.set(s.normed.data(), n, width, "MLP input");
     const auto look_ahead = [&] {
         if (next) next->layer->look_ahead(context, s, next->options, hidden, n);
     };
+    const MlpViews mlp{gate_.view(), up_.view(), down_.view()};  // dense, or shared experts
     if (!sparse()) {
         look_ahead();
-        run_mlp(context.products, {gate_.view(), up_.view(), down_.view()}, s.input, s, s.out.data());
+        run_mlp(context.products, mlp, s.input, s, s.out.data());
         return kernels.axpy(1.0f, s.out.data(), n * width, hidden);
     }
     *selection = choose(context, s, options, s.normed.data(), n, s.router_logits);
@@ -86,14 +86,17 @@ void FeedForward::step(MoEContext& context, FeedForwardScratch& s, const Routing
     s.routed.reserve(n * width);
     s.shared.reserve(n * width);
     const bool shared = !gate_.empty();
-    const auto run_shared = [&] {
-        run_mlp(context.products, {gate_.view(), up_.view(), down_.view()}, s.input, s, s.shared.data());
-    };
+    const auto run_shared = [&] { run_mlp(context.products, mlp, s.input, s, s.shared.data()); };
     if (shared && !context.traced) run_shared();
     run_experts(context, s, walk, *selection, n, in_order);
     if (shared && context.traced) run_shared();
     if (shared) kernels.axpy(1.0f, s.shared.data(), n * width, s.routed.data());
     kernels.axpy(1.0f, s.routed.data(), n * width, hidden);
+}
+
+void FeedForward::normalise(const Kernels& kernels, const float* hidden, int64_t n, float* out) const {
+    const int64_t width = model_.width;
+    for (int64_t p = 0; p < n; ++p) kernels.rms_norm(hidden + p * width, norm_.f32(), model_.rms_eps, width, out + p * width);
 }
 
 // The choice of `n` positions whose normed input is given; logits [n][experts] stay in `logits`.
@@ -122,11 +125,8 @@ void FeedForward::count_avoided(MoEContext& context, const Selection& selection)
 
 void FeedForward::look_ahead(MoEContext& context, FeedForwardScratch& s, const RoutingOptions& options, const float* hidden,
                              int64_t n) const {
-    const int64_t width = model_.width;
-    s.ahead_normed.reserve(n * width);
-    for (int64_t p = 0; p < n; ++p)
-        context.products.kernels().rms_norm(hidden + p * width, norm_.f32(), model_.rms_eps, width,
-                                            s.ahead_normed.data() + p * width);
+    s.ahead_normed.reserve(n * model_.width);
+    normalise(context.products.kernels(), hidden, n, s.ahead_normed.data());
     try {
         s.ahead = choose(context, s, options, s.ahead_normed.data(), n, s.ahead_logits).kept;
     } catch (const Error&) {
@@ -142,13 +142,12 @@ void FeedForward::look_ahead(MoEContext& context, FeedForwardScratch& s, const R
 bool FeedForward::set_order(const MoEContext& context, FeedForwardScratch& s, const Selection& selection, int64_t n) const {
     s.order.assign(selection.kept.begin(), selection.kept.end());
     if (n > kMostOutOfOrder || context.traced) return true;
-    const auto rank = [&](int32_t expert) {
-        if (context.store->resident(static_cast<int>(moe_index_), expert)) return 0;
-        const bool announced =
-            s.ahead_moe_index == moe_index_ && std::find(s.ahead.begin(), s.ahead.end(), expert) != s.ahead.end();
-        return announced ? 1 : 2;
-    };
-    std::stable_sort(s.order.begin(), s.order.end(), [&](int32_t a, int32_t b) { return rank(a) < rank(b); });
+    const auto others = std::stable_partition(s.order.begin(), s.order.end(), [&](int32_t expert) {
+        return context.store->resident(static_cast<int>(moe_index_), expert);
+    });
+    if (s.ahead_moe_index == moe_index_)
+        std::stable_partition(others, s.order.end(),
+                              [&](int32_t expert) { return std::find(s.ahead.begin(), s.ahead.end(), expert) != s.ahead.end(); });
     return std::is_sorted(s.order.begin(), s.order.end());
 }
 

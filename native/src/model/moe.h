@@ -62,6 +62,7 @@ class FeedForward {
     static int64_t scratch_floats(const ModelSpec& model);  // whatever the number of positions
 
   private:
+    void normalise(const Kernels& kernels, const float* hidden, int64_t n, float* out) const;
     Selection choose(MoEContext& context, FeedForwardScratch& scratch, const RoutingOptions& options, const float* normed,
                      int64_t n, Buffer<float>& logits) const;
     void count_avoided(MoEContext& context, const Selection& selection) const;
