@@ -111,7 +111,7 @@ def test_union_repeats_with_pausing(container: tuple[Path, dict[str, Any]]) -> N
         answer = generate(lm, random_tokens(config, 6), GenerateOptions(max_new_tokens=100), make=speculator.tokens)
         made.append((answer, speculator.stats.pauses, speculator.stats.verification_steps))
     assert made[0] == made[1]
-    assert "experts per token with drafts" in made[0][1][0].reason
+    assert "experts' worth per token with drafts" in made[0][1][0].reason
 
 
 # ---- MTP ------------------------------------------------------------------------------------------------------------
