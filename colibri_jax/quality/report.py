@@ -12,7 +12,7 @@ from colibri_jax.quality.run import Measured
 from colibri_jax.quality.settings import Setting, describe
 from colibri_jax.quality.statistics import Summary, TokenResults, summarise
 from colibri_jax.quality.store import WindowResult
-from colibri_jax.routing_spec import SCOPES
+from colibri_jax.routing_spec import SCOPES, RoutingOptions
 
 # Largest |KLD| of a token of the base against itself that still counts as none.
 CONTROL_KLD = 1e-6
@@ -146,21 +146,28 @@ def _control(measured: Measured) -> Control:
     return Control(steps=measured.plan.shape.kind, tokens=tokens.count, largest_kld=largest)
 
 
+def rule(routing: RoutingOptions) -> str:
+    """What the settings of one line of a plot have in common: all but how much is kept."""
+    if routing.without_budget() != routing:
+        everything = dataclasses.replace(routing, budget=1, coverage=1.0)
+        return describe(everything).replace(" 1", "", 1)
+    return "topp" if routing.expert_topp else "topk"
+
+
 def panels(report: QualityReport) -> list[Panel]:
     """Quality against bytes: one panel per kind of steps and group, one line per rule, one point per budget."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in report.rows:
-        rule = describe(dataclasses.replace(row.setting.routing, budget=1)).replace(" 1", "", 1)
         if row.summary.kld.value > 0.0:  # the axis is logarithmic, and what changes nothing has no place on it
             lines = found.setdefault(f"{row.setting.shape.kind}: {row.group}", {})
-            lines.setdefault(rule, []).append((row.acting_share, row.summary.kld.value))
+            lines.setdefault(rule(row.setting.routing), []).append((row.acting_share, row.summary.kld.value))
     return [
         Panel(
             f"expert bytes, share of budget off ({where})",
             "mean KLD, nats",
             [],
-            {rule: [kld for _, kld in sorted(points)] for rule, points in lines.items()},
-            own_x={rule: [x for x, _ in sorted(points)] for rule, points in lines.items()},
+            {name: [kld for _, kld in sorted(points)] for name, points in lines.items()},
+            own_x={name: [x for x, _ in sorted(points)] for name, points in lines.items()},
             log_y=True,
         )
         for where, lines in found.items()

@@ -107,7 +107,12 @@ def make_settings(shape: StepShape, choices: Choices, config: ModelConfig) -> li
 def without_idle_options(routing: RoutingOptions, shape: StepShape, config: ModelConfig) -> RoutingOptions:
     """The same options with defaults in the place of what changes no bit for this model in these steps."""
     router, experts = config.moe.router, config.moe.n_experts
-    per_position = min(router.top_k, routing.expert_topk or router.top_k)
+    routing = dataclasses.replace(
+        routing,
+        expert_topk=routing.expert_topk if routing.expert_topk < router.top_k else 0,
+        expert_topp=routing.expert_topp if routing.expert_topp < 1.0 else 0.0,
+    )
+    per_position = routing.expert_topk or router.top_k
     # The largest union that there can be; a budget of as many has nothing to take.
     union = min(experts, per_position * (1 if routing.policy == "per_position" else shape.largest_step))
     budgets = routing.budget if isinstance(routing.budget, tuple) else (routing.budget,) * len(config.moe_layers)
