@@ -200,6 +200,16 @@ class RoutingOptions:
         options = self.for_layer(moe_index)
         return options if scope in budget_scopes else options.without_budget()
 
+    def of_drafts(self, budget_scopes: Collection[Scope]) -> RoutingOptions:
+        """These options as an MTP block has them: those of a decode step, and of a list of budgets the last MoE layer's."""
+        last = self if isinstance(self.budget, int) else dataclasses.replace(self, budget=self.budget[-1] if self.budget else 0)
+        return last.effective(0, "decode", budget_scopes)
+
+    @property
+    def rows_of_drafts(self) -> Rows:
+        """How a step of an MTP block routes its rows: each by itself, as far as the policy can."""
+        return "together" if self.policy in IRREPRODUCIBLE_POLICIES else "alone"
+
     @property
     def scalar_budget(self) -> int:
         """The budget of one layer.

@@ -1,7 +1,7 @@
 """What a language model counted: frozen snapshots whose names carry units. Every number is something that happened.
 
 Counters are kept apart per scope (prefill, decode, verify), because a budget acts per scope, and for the drafts of an MTP block,
-on which none acts.
+which is routed by the options of scope decode.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,6 +162,9 @@ class FakeModel:
         step = dataclasses.replace(STEP_STATS[scope], steps=1, positions=len(new))
         self._stats = dataclasses.replace(self._stats, scopes={**self._stats.scopes, scope: self._stats.scopes[scope].plus(step)})
         return np.stack(rows[-1:] if logits == "last" else rows)
+
+    def reroute(self, routing: RoutingOptions, budget_scopes: Iterable[Scope]) -> None:
+        self.routing, self.budget_scopes = routing, frozenset(budget_scopes)
 
     def rewind(self, n: int) -> None:
         del self._tokens[len(self._tokens) - n :]

@@ -75,7 +75,7 @@ def prompt_of(name: str) -> list[int]:
 ROUTINGS = (
     RoutingOptions(),
     RoutingOptions(expert_topk=2, budget=3),
-    RoutingOptions(expert_topp=0.6, budget=2, policy="substitute", denominator="frozen"),
+    RoutingOptions(expert_topp=0.9, budget=2, policy="substitute", denominator="frozen"),
 )
 
 
@@ -94,7 +94,8 @@ def test_native_equals_reference_bit_for_bit(name: str, depth: int, containers: 
         assert counted.positions == expected.positions == len(prompt_of(name)) + drafts + sum(ACCEPTED[depth]) + rounds
         assert (counted.union_experts, counted.kept_experts) == (expected.union_experts, expected.kept_experts)
         assert counted.cache_hits + counted.cache_misses == counted.kept_experts
-        assert counted.budget_acted_layer_steps == expected.budget_acted_layer_steps == 0
+        assert counted.budget_acted_layer_steps == expected.budget_acted_layer_steps
+        assert (counted.budget_acted_layer_steps > 0) == (routing.budget == 2)  # TOPK has left the block two experts a row
         assert ours.stats.scopes["verify"].budget_acted_layer_steps > 0 or not routing.budget
 
 
@@ -246,12 +247,38 @@ def test_swapped_halves_are_seen(containers: dict[str, Path], monkeypatch: pytes
     assert found[0].startswith("call 1 (block's 26)")
 
 
-def test_a_budget_that_acts_on_the_block_is_seen(containers: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RoutingOptions, "without_budget", lambda self: self)
-    options: dict[str, Any] = {"routing": RoutingOptions(budget=3), "budget_scopes": SCOPES}
-    prompt, models_ = prompt_of("odd"), (native(containers["odd"], **options), reference(containers["odd"], **options))
-    found = differences(*(play(model, prompt, 1, ()) for model in models_))
-    assert found[0].startswith("call 1 (block's 26)")
+@pytest.mark.parametrize("fault", ["no budget", "rows together"])
+def test_another_routing_of_the_block_is_seen(fault: str, containers: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"routing": RoutingOptions(budget=2), "budget_scopes": SCOPES}
+    prompt, ours, theirs = prompt_of("odd"), native(containers["odd"], **options), reference(containers["odd"], **options)
+    expected = list(play(ours, prompt, 1, ()))
+    if fault == "no budget":
+        monkeypatch.setattr(RoutingOptions, "of_drafts", lambda self, scopes: self.without_budget())
+    else:
+        monkeypatch.setattr(RoutingOptions, "rows_of_drafts", "together")
+    assert differences(expected, play(theirs, prompt, 1, ()))[0].startswith("call 1 (block's 26)")
+
+
+@pytest.mark.parametrize("backend", [native, reference])
+def test_the_block_has_the_options_of_a_decode_step(backend: Any, containers: dict[str, Path]) -> None:
+    """Whether it runs its rows at once or one by one, and whatever the options of other scopes."""
+    prompt = prompt_of("odd")
+    lm = backend(containers["odd"], routing=RoutingOptions(budget=2), budget_scopes=("verify", "prefill"))
+    hidden = np.random.default_rng(3).standard_normal((len(prompt), lm.config.hidden_size)).astype(np.float32)
+
+    def rows(pieces: int) -> bytes:
+        parts = [np.arange(i, min(i + pieces, len(prompt))) for i in range(0, len(prompt), pieces)]
+        logits_TW = np.concatenate([lm.mtp_forward([prompt[i] for i in part], hidden[part]) for part in parts])
+        lm.mtp_rewind(lm.mtp_position)
+        return logits_TW.tobytes()
+
+    free = rows(len(prompt))
+    # A list's last budget is the block's as well; here no other layer has one.
+    for budget in (2, (*(0,) * (len(lm.config.moe_layers) - 1), 2)):
+        lm.reroute(RoutingOptions(budget=budget), ("decode",))
+        assert rows(len(prompt)) == rows(1) != free
+    lm.reroute(RoutingOptions(budget=2), ("verify", "prefill"))
+    assert rows(len(prompt)) == free
 
 
 # ---- loading ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from oracles import random_glm
 from colibri_jax.config import ModelConfig
 from colibri_jax.errors import ConfigError, RewindError, ShapeError, TokenError
 from colibri_jax.reference import ReferenceModel
-from colibri_jax.routing_spec import SCOPES, RoutingOptions
+from colibri_jax.routing_spec import RoutingOptions, Scope
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens" / "glm_moe_dsa.npz"
 TOLERANCE = 2e-5  # of the largest logit, as for the trunk
@@ -81,16 +81,18 @@ def test_bad_calls_are_named_and_append_nothing() -> None:
         without.mtp_forward([1], np.zeros((1, 37), np.float32))
 
 
-def test_the_budget_does_not_act_on_the_block_and_topk_does() -> None:
+def test_the_block_is_routed_by_the_options_of_decoding() -> None:
     case = CASES[0]
     config, params, tokens = ModelConfig.from_hf(random_glm.hf_config(case)), random_glm.params_of(case), random_glm.tokens_of(case)[:16]
     trunk = np.random.default_rng(0).normal(size=(16, config.hidden_size)).astype(np.float32)
 
-    def drafts(routing: RoutingOptions) -> np.ndarray:
-        lm = ReferenceModel(config, params, context_positions=100, routing=routing, budget_scopes=SCOPES)
+    def drafts(routing: RoutingOptions, *scopes: Scope) -> np.ndarray:
+        lm = ReferenceModel(config, params, context_positions=100, routing=routing, budget_scopes=scopes)
         return lm.mtp_forward(tokens, trunk)
 
-    plain = drafts(RoutingOptions())
-    np.testing.assert_array_equal(drafts(RoutingOptions(budget=1)), plain)
-    np.testing.assert_array_equal(drafts(RoutingOptions(policy="coverage", coverage=0.1)), plain)
-    assert relative_error(drafts(RoutingOptions(expert_topk=1)), plain) > 100 * TOLERANCE
+    plain, topk = drafts(RoutingOptions()), drafts(RoutingOptions(expert_topk=1))
+    np.testing.assert_array_equal(drafts(RoutingOptions(budget=1), "prefill", "verify"), plain)
+    np.testing.assert_array_equal(drafts(RoutingOptions(policy="coverage", coverage=0.1), "prefill", "verify"), plain)
+    assert relative_error(topk, plain) > 100 * TOLERANCE
+    # Each row is a step of its own, so that a budget of one leaves every row its best, which is what the least TOPP leaves.
+    np.testing.assert_array_equal(drafts(RoutingOptions(budget=1), "decode"), drafts(RoutingOptions(expert_topp=1e-9)))

@@ -10,7 +10,7 @@ from colibri_jax import _native
 from colibri_jax.config import INDEXER_NORM_EPS, LATENT_NORM_EPS, AttentionConfig, MLAConfig, ModelConfig, RopeConfig
 from colibri_jax.container.reader import Container, TensorEntry
 from colibri_jax.errors import MemoryBudgetError, OptionError
-from colibri_jax.routing_spec import RoutingOptions, whole_number
+from colibri_jax.routing_spec import SCOPES, RoutingOptions, whole_number
 from colibri_jax.tensors import expert_roles, tensor_specs
 
 # A bound that leaves no room for a step of this many positions is refused; longer steps than it has room for are errors.
@@ -302,6 +302,14 @@ def _options_dict(
         "isa": options.isa,
         "quantised_activations": options.precision == "w4a8",
         "step_bytes": 0,
+        "routing": routing_dict(config, routing, mtp=options.mtp),
+    }
+
+
+def routing_dict(config: ModelConfig, routing: RoutingOptions, *, mtp: bool) -> dict[str, Any]:
+    """Routing options as the extension takes them, with one budget per layer of the store."""
+    layers = [routing.for_layer(i) for i in range(len(config.moe_layers))] + ([routing.of_drafts(SCOPES)] if mtp else [])
+    return {
         # Larger counts mean the same as these bounds and would not fit a C++ integer.
         "expert_topk": min(routing.expert_topk, config.moe.router.top_k),
         "expert_topp": routing.expert_topp,
@@ -310,5 +318,5 @@ def _options_dict(
         "vote": routing.vote,
         "floor": min(routing.floor, config.moe.router.top_k),
         "coverage": routing.coverage,
-        "budgets": [min(routing.for_layer(i).scalar_budget, config.moe.n_experts) for i in range(len(config.moe_layers))],
+        "budgets": [min(options.scalar_budget, config.moe.n_experts) for options in layers],
     }

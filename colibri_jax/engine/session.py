@@ -14,7 +14,7 @@ import numpy.typing as npt
 from colibri_jax import _native
 from colibri_jax.config import ModelConfig
 from colibri_jax.container.reader import Container
-from colibri_jax.engine.options import EngineOptions, plan_engine
+from colibri_jax.engine.options import EngineOptions, plan_engine, routing_dict
 from colibri_jax.engine.usage import ExpertUsage
 from colibri_jax.errors import ConfigError, EngineError, ShapeError, TokenError
 from colibri_jax.routing_spec import RoutingOptions, Rows, Scope, Selection, check_scopes, check_step
@@ -135,6 +135,13 @@ class NativeModel:
             self._count(scope, ScopeStats(steps=1, positions=ids.size, **self._engine.report).with_selections(self._selections))
         return scores
 
+    def reroute(self, routing: RoutingOptions, budget_scopes: Iterable[Scope]) -> None:
+        scopes = check_scopes(budget_scopes)
+        routing.check_layers(len(self._config.moe_layers))
+        with self._alone():
+            self._engine.reroute(routing_dict(self._config, routing, mtp=self._options.mtp))
+            self._routing, self._budget_scopes = routing, scopes
+
     def rewind(self, n: int) -> None:
         with self._alone():
             self._engine.rewind(n)
@@ -196,9 +203,10 @@ class NativeModel:
         if shape != (ids.size, self._config.hidden_size):
             expected = [ids.size, self._config.hidden_size]
             raise ShapeError("trunk hidden state", where="mtp_forward", expected=expected, got=list(shape))
+        budget_acts, alone = "decode" in self._budget_scopes, self._routing.rows_of_drafts == "alone"
         with self._alone():
             try:
-                scores: npt.NDArray[np.float32] = self._engine.mtp_forward(ids, rows, logits == "last")
+                scores: npt.NDArray[np.float32] = self._engine.mtp_forward(ids, rows, budget_acts, logits == "last", alone)
             except BaseException:
                 self._count("draft", ScopeStats(**self._engine.report))
                 raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -69,6 +69,13 @@ class LanguageModel(Protocol):
             TokenError: no tokens, or one outside the vocabulary.
             OptionError: `rows="alone"` in another scope, or with a policy that looks at the cache.
             ContextOverflowError: the cache cannot hold them; nothing was appended.
+        """
+
+    def reroute(self, routing: RoutingOptions, budget_scopes: Iterable[Scope]) -> None:
+        """Route steps from now on by other options; what is in the KV cache stays.
+
+        Raises:
+            OptionError: a list of budgets does not fit the model, or there is no such scope; nothing has changed.
         """
 
     def rewind(self, n: int) -> None:

@@ -39,8 +39,7 @@ from colibri_jax.reference.quantized import (
     zero_of,
 )
 from colibri_jax.reference.residency import LayerResidency, Residency
-from colibri_jax.reference.routing import select_experts
-from colibri_jax.reference.rows_alone import select_rows_alone
+from colibri_jax.reference.rows_alone import selector
 from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Rows, Scope, Selection, check_scopes, check_step
 from colibri_jax.stats import STATS_SCOPES, ScopeStats, Stats, StatsScope
 from colibri_jax.tensors import tensor_specs
@@ -231,6 +230,12 @@ class ReferenceModel:
         self._count(scope, begin, ids.size, selections)
         return logits_TW
 
+    def reroute(self, routing: RoutingOptions, budget_scopes: Iterable[Scope]) -> None:
+        """Route steps from now on by other options, see `LanguageModel.reroute`."""
+        scopes = check_scopes(budget_scopes)
+        routing.check_layers(len(self._config.moe_layers))
+        self._routing, self._budget_scopes = routing, scopes
+
     def rewind(self, n: int) -> None:
         """Drop the last n positions, and the MTP block's rows from there on.
 
@@ -289,11 +294,8 @@ class ReferenceModel:
         moe_index = sum(self._config.sparse[:layer])
 
         def select(logits_TE: Float32, router: RouterSpec) -> Selection:
-            if selection is not None:
-                return selection
-            if rows == "alone":
-                return select_rows_alone(logits_TE, router, self._effective(moe_index, "decode"))
-            return select_experts(logits_TE, router, self._effective(moe_index, scope))
+            options = self._routing.effective(moe_index, "decode" if rows == "alone" else scope, self._budget_scopes)
+            return selection or selector(rows, options)(logits_TE, router)
 
         return run_layer(
             self._layer(layer), hidden_TD, cache, start, rope=self._rope, geometry=self._geometry, attended_TS=attended_TS, select=select
@@ -320,8 +322,8 @@ class ReferenceModel:
         """Append rows to the MTP block: row t scores token t + 2.
 
         The block has its own cache and position (`mtp_position`); rows follow each other without a gap, so `hidden` of every forward is
-        fed in turn. To draft on, feed `mtp_hidden` in its place, and drop those rows again. The budget does not act on the block,
-        TOPK and TOPP do; its steps are counted as "draft".
+        fed in turn. To draft on, feed `mtp_hidden` in its place, and drop those rows again. Rows are routed by the options of scope
+        `decode`, each by itself (all together where the policy looks at the cache); its steps are counted as "draft".
 
         Args:
             tokens_next: the token after each row's own.
@@ -342,8 +344,8 @@ class ReferenceModel:
             trunk_hidden = self._hidden_TD[trunk_hidden]
         if trunk_hidden.shape != (expected := (ids.size, self._config.hidden_size)):
             raise ShapeError("trunk hidden state", where="mtp_forward", expected=expected, got=trunk_hidden.shape)
-        free = self._routing.without_budget()
-        rows = block.forward(self.embed(ids), trunk_hidden, self._rope, self._geometry, lambda z, router: select_experts(z, router, free))
+        select = selector(self._routing.rows_of_drafts, self._routing.of_drafts(self._budget_scopes))
+        rows = block.forward(self.embed(ids), trunk_hidden, self._rope, self._geometry, select)
         logits_TW = self.score(rows.hidden_TD if logits == "all" else rows.hidden_TD[-1:])
         block.append(rows)
         self._count("draft", begin, ids.size, [rows.selection])
@@ -378,9 +380,6 @@ class ReferenceModel:
         return self._parts.get("head", load)
 
     # ---- helpers --------------------------------------------------------------------------------------------------
-
-    def _effective(self, moe_index: int, scope: Scope) -> RoutingOptions:
-        return self._routing.effective(moe_index, scope, self._budget_scopes)
 
     def _count(self, scope: StatsScope, begin: float, positions: int, selections: Sequence[Selection]) -> None:
         seconds = time.perf_counter() - begin

@@ -219,7 +219,7 @@ EngineOptions options_for(const Described& d, int64_t cache, int threads, bool d
     o.context = kContext;
     o.threads = threads;
     o.isa = isa;
-    o.budgets = {4, 0, 2};
+    o.budgets = {4, 0, 2, 3};
     return o;
 }
 
@@ -269,7 +269,8 @@ std::vector<float> run(const Described& d, const EngineOptions& options, bool di
             if (position() != before) return {};
             for (bool finished = false; !finished;) {
                 try {
-                    finished = block ? engine.mtp_forward(step.tokens, engine.hidden().data(), false, logits.data(), never)
+                    finished = block ? engine.mtp_forward(step.tokens, engine.hidden().data(), step.budget, false, logits.data(),
+                                                          never, true)
                                      : engine.forward(step.tokens, step.budget, false, logits.data(), never);
                 } catch (const Error& error) {
                     if (error.kind != "ReadError" || position() != before) return {};

@@ -103,7 +103,7 @@ struct EngineOptions {
     bool quantised_activations = true;  // false: float32 activations (precision "w4a32")
     int64_t step_bytes = 0;             // working memory and logits that a step may take; 0: no bound
     RoutingOptions routing;             // TOPK and TOPP act always, the rest where a step says so
-    std::vector<int64_t> budgets;       // one per MoE layer of the trunk, 0 off
+    std::vector<int64_t> budgets;       // one per layer of the store, 0 off
 };
 
 enum class Phase { disk_wait, experts, attention, head, other };
@@ -160,6 +160,9 @@ class Engine {
     bool forward(std::span<const int32_t> tokens, bool budget_acts, bool last_only, float* logits,
                  const std::function<bool()>& interrupted, bool rows_alone = false);
 
+    // Steps from now on route by these; `budgets` as in EngineOptions.
+    void reroute(const RoutingOptions& routing, std::vector<int64_t> budgets);
+
     void rewind(int64_t positions);
     int64_t position() const;
     const std::vector<Selection>& selections() const;  // of the last step, one per MoE layer
@@ -168,9 +171,9 @@ class Engine {
 
     // The MTP block, with rows and a cache of its own; Error("ConfigError") where it was not loaded. A step appends a row for each
     // of `tokens_next`, the token after the row's own; `hidden` [n][width] is the trunk's (or, drafting on, the block's) hidden
-    // state of the rows. Else as forward(). No budget acts; a rewind of the trunk takes the block's later rows along.
-    bool mtp_forward(std::span<const int32_t> tokens_next, const float* hidden, bool last_only, float* logits,
-                     const std::function<bool()>& interrupted);
+    // state of the rows. Else as forward(); a rewind of the trunk takes the block's later rows along.
+    bool mtp_forward(std::span<const int32_t> tokens_next, const float* hidden, bool budget_acts, bool last_only, float* logits,
+                     const std::function<bool()>& interrupted, bool rows_alone = false);
     void mtp_rewind(int64_t rows);
     int64_t mtp_position() const;
     std::span<const float> mtp_hidden() const;  // [n][width]: the last finished MTP step's rows after the block's norm

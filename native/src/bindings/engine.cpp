@@ -117,6 +117,17 @@ ModelSpec model_from(const py::dict& d) {
     return m;
 }
 
+void set_routing(EngineOptions& o, const py::dict& d) {
+    o.routing.expert_topk = get<int>(d, "expert_topk");
+    o.routing.expert_topp = get<double>(d, "expert_topp");
+    o.routing.policy = policy_named(get<std::string>(d, "policy"));
+    o.routing.denominator = denominator_named(get<std::string>(d, "denominator"));
+    o.routing.vote = vote_named(get<std::string>(d, "vote"));
+    o.routing.floor = get<int>(d, "floor");
+    o.routing.coverage = get<double>(d, "coverage");
+    o.budgets = get<std::vector<int64_t>>(d, "budgets");
+}
+
 EngineOptions options_from(const py::dict& d) {
     EngineOptions o;
     o.store.files = get<std::vector<std::string>>(d, "files");
@@ -141,14 +152,7 @@ EngineOptions options_from(const py::dict& d) {
     o.isa = get<std::string>(d, "isa");
     o.quantised_activations = get<bool>(d, "quantised_activations");
     o.step_bytes = get<int64_t>(d, "step_bytes");
-    o.routing.expert_topk = get<int>(d, "expert_topk");
-    o.routing.expert_topp = get<double>(d, "expert_topp");
-    o.routing.policy = policy_named(get<std::string>(d, "policy"));
-    o.routing.denominator = denominator_named(get<std::string>(d, "denominator"));
-    o.routing.vote = vote_named(get<std::string>(d, "vote"));
-    o.routing.floor = get<int>(d, "floor");
-    o.routing.coverage = get<double>(d, "coverage");
-    o.budgets = get<std::vector<int64_t>>(d, "budgets");
+    set_routing(o, d["routing"]);
     return o;
 }
 
@@ -204,12 +208,20 @@ class PyEngine {
 
     // `hidden` is float32 [n][width], or the first of n rows of the last forward's, which then stay where they are.
     py::array_t<float> mtp_forward(const py::array_t<int32_t, py::array::c_style>& tokens_next,
-                                   const std::variant<int64_t, py::array_t<float, py::array::c_style>>& hidden, bool last_only) {
+                                   const std::variant<int64_t, py::array_t<float, py::array::c_style>>& hidden, bool budget_acts,
+                                   bool last_only, bool rows_alone) {
         const std::span<const int32_t> view(tokens_next.data(), static_cast<size_t>(tokens_next.size()));
         const auto* given = std::get_if<py::array_t<float, py::array::c_style>>(&hidden);
         const float* rows = given ? given->data() : engine_->hidden().data() + std::get<int64_t>(hidden) * width_;
-        return scored(last_only ? 1 : tokens_next.size(),
-                      [&](float* out) { return engine_->mtp_forward(view, rows, last_only, out, interrupted); });
+        return scored(last_only ? 1 : tokens_next.size(), [&](float* out) {
+            return engine_->mtp_forward(view, rows, budget_acts, last_only, out, interrupted, rows_alone);
+        });
+    }
+
+    void reroute(const py::dict& described) {
+        EngineOptions options;
+        set_routing(options, described);
+        engine_->reroute(options.routing, std::move(options.budgets));
     }
 
     py::array_t<float> hidden() const { return rows_of(engine_->hidden()); }
@@ -294,11 +306,13 @@ void bind_engine(py::module_& module) {
         .def(py::init<const py::dict&, const py::dict&>())
         .def("forward", &PyEngine::forward, py::arg("tokens"), py::arg("budget_acts"), py::arg("last_only"),
              py::arg("rows_alone") = false)
+        .def("reroute", &PyEngine::reroute)
         .def("rewind", [](PyEngine& self, int64_t n) { self.engine().rewind(n); })
         .def_property_readonly("position", [](PyEngine& self) { return self.engine().position(); })
         .def_property_readonly("selections", &PyEngine::selections)
         .def_property_readonly("hidden", &PyEngine::hidden)
-        .def("mtp_forward", &PyEngine::mtp_forward, py::arg("tokens_next"), py::arg("hidden"), py::arg("last_only"))
+        .def("mtp_forward", &PyEngine::mtp_forward, py::arg("tokens_next"), py::arg("hidden"), py::arg("budget_acts"),
+             py::arg("last_only"), py::arg("rows_alone") = false)
         .def("mtp_rewind", [](PyEngine& self, int64_t n) { self.engine().mtp_rewind(n); })
         .def_property_readonly("mtp_position", [](PyEngine& self) { return self.engine().mtp_position(); })
         .def_property_readonly("mtp_hidden", &PyEngine::mtp_hidden)

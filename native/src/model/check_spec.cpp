@@ -43,6 +43,8 @@ void check_attention(const AttentionSpec& spec) {
 
 }  // namespace
 
+void check_budgets(const ModelSpec& m, const std::vector<int64_t>& budgets) { length("budgets", budgets.size(), m.store_layers()); }
+
 int64_t ModelSpec::moe_layers() const { return std::count(sparse.begin(), sparse.end(), true); }
 int64_t ModelSpec::store_layers() const { return moe_layers() + mtp; }
 
@@ -71,7 +73,7 @@ void check_spec(const ModelSpec& m, const EngineOptions& o) {
         length("experts of layers", o.store.experts.size(), m.store_layers());
         for (const auto& layer : o.store.experts) length("experts of a layer", layer.size(), m.experts);
     }
-    length("budgets", o.budgets.size(), m.moe_layers());
+    check_budgets(m, o.budgets);
     within("context", o.context, 1);
     within("threads", o.threads, 1, 1 << 12);
 }

@@ -9,4 +9,7 @@ namespace colibri {
 // what it rotates. After it, no product of two dimensions overflows.
 void check_spec(const ModelSpec& model, const EngineOptions& options);
 
+// Throws Error("OptionError"): not one budget per layer of the store.
+void check_budgets(const ModelSpec& model, const std::vector<int64_t>& budgets);
+
 }  // namespace colibri

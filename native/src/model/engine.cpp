@@ -175,7 +175,7 @@ struct Engine::Impl {
         }
     }
 
-    bool draft(std::span<const int32_t> tokens_next, const float* trunk, bool last_only, float* logits,
+    bool draft(std::span<const int32_t> tokens_next, const float* trunk, bool budget_acts, bool last_only, float* logits,
                const std::function<bool()>& interrupted) {
         if (interrupted()) return false;
         const int64_t n = static_cast<int64_t>(tokens_next.size());
@@ -183,8 +183,9 @@ struct Engine::Impl {
         feed_forward_scratch.ahead_moe_index = -1;
         MoEContext context{products, store.get(), &options.store.experts.back()[0], clock, report, false};
         const MtpBlock::Shared shared{embed, rope, attention_scratch, feed_forward_scratch};
+        const RoutingOptions block = routing(model.moe_layers(), budget_acts);
         const float* normed = nullptr;
-        in_layer(model.layers, [&] { normed = mtp->step(context, shared, routing(0, false), tokens_next, trunk); });
+        in_layer(model.layers, [&] { normed = mtp->step(context, shared, block, tokens_next, trunk); });
         if (interrupted()) return false;
         score(normed, n, last_only, logits);
         mtp->commit(n);
@@ -263,14 +264,20 @@ bool Engine::forward(std::span<const int32_t> tokens, bool budget_acts, bool las
     });
 }
 
-bool Engine::mtp_forward(std::span<const int32_t> tokens_next, const float* hidden, bool last_only, float* logits,
-                         const std::function<bool()>& interrupted) {
+bool Engine::mtp_forward(std::span<const int32_t> tokens_next, const float* hidden, bool budget_acts, bool last_only, float* logits,
+                         const std::function<bool()>& interrupted, bool rows_alone) {
     Impl& self = *impl_;
     const Clock::time_point begin = Clock::now();
     self.report = {};
-    self.rows_alone = false;
+    self.rows_alone = rows_alone;
     self.check(tokens_next, self.block().position(), last_only);
-    return self.reported(begin, [&] { return self.draft(tokens_next, hidden, last_only, logits, interrupted); });
+    return self.reported(begin, [&] { return self.draft(tokens_next, hidden, budget_acts, last_only, logits, interrupted); });
+}
+
+void Engine::reroute(const RoutingOptions& routing, std::vector<int64_t> budgets) {
+    check_budgets(impl_->model, budgets);
+    impl_->options.routing = routing;
+    impl_->options.budgets = std::move(budgets);
 }
 
 void Engine::rewind(int64_t positions) {
