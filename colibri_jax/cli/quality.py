@@ -38,7 +38,7 @@ T = TypeVar("T")
 EXIT_CONTROL = 1
 # Named here too, because `--help` shall not wait for the package that defines them; a test compares.
 STEP_KINDS = ("decode", "verify", "prefill", "prefill_then_decode", "all")
-TABLE_WIDTH = 170
+TABLE_WIDTH = 220
 
 EPILOG = """\b
 Lists are separated by commas; every combination is measured. A budget may be a
