@@ -155,7 +155,11 @@ def how_to_run(command: Command) -> Command:
             click.option("--resume", type=click.Path(file_okay=False, path_type=Path), help="Keep results of windows here."),
             click.option("--backend", type=click.Choice(["native", "reference"]), default="native", show_default=True),
             click.option("--precision", type=click.Choice(["w4a8", "w4a32"]), default="w4a8", show_default=True, help="Of activations."),
-            click.option("--cache-experts", type=click.IntRange(min=1), help="Experts kept in memory per layer; changes no figure."),
+            click.option(
+                "--cache-experts",
+                type=click.IntRange(min=1),
+                help="Experts kept in memory per layer; changes no figure but those of resident.",
+            ),
             ram_option("Memory that the engine may allocate, instead of a count of experts."),
             click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine."),
             group_size_option,
