@@ -7,6 +7,7 @@ arXiv 2602.16052), which changes what is computed.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -91,6 +92,7 @@ class Speculator:
         self._meter = clock if exact else work_meter(lm)
         self._pacer = Pacer("s" if exact else "experts' worth", enabled=self._options.pausing)
         self._on_logits = on_logits
+        self._added: collections.Counter[str] = collections.Counter()  # to the stats: a plain step has no time for a new record
         none = (0,) * self._options.depth
         self._stats = SpeculationStats(
             drafter=drafter.name,
@@ -105,7 +107,8 @@ class Speculator:
     @property
     def stats(self) -> SpeculationStats:
         """A frozen snapshot."""
-        return dataclasses.replace(self._stats, pauses=self._pacer.pauses)
+        added = {name: getattr(self._stats, name) + n for name, n in self._added.items()}
+        return dataclasses.replace(self._stats, pauses=self._pacer.pauses, **added)
 
     def tokens(self, lm: LanguageModel, prompt_ids: Sequence[int], options: GenerateOptions) -> Generator[int, None, End]:
         """As `loop.tokens`, with drafts. Where the reader stops, the model's cache holds what the reader saw, without the last token.
@@ -195,4 +198,4 @@ class Speculator:
                 self._on_logits(position + i, logits_TW[i])
 
     def _count(self, **more: int) -> None:
-        self._stats = dataclasses.replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
+        self._added.update(more)
