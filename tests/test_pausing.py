@@ -139,4 +139,4 @@ def test_costs_of_union_are_counts(wrong: bool) -> None:
     speculator = Speculator(model, drafter, SpeculationOptions(speculation="union"), clock=broken)
     assert generate(model, PROMPT, GenerateOptions(max_new_tokens=100), make=speculator.tokens) == plain.generation
     assert [pause.at_token < 20 for pause in speculator.stats.pauses] == [True] * wrong
-    assert speculator.stats.verification_steps > 20
+    assert (speculator.stats.verification_steps > 20) == (not wrong)
