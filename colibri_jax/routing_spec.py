@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -24,6 +24,8 @@ Denominator = Literal["survivors", "frozen"]
 Vote = Literal["weights", "all_scores"]
 Rows = Literal["together", "alone"]
 """Whether the rows of a step share its budget, or each is routed as a step of one row under the options of scope `decode`."""
+RowVotes = Sequence[int] | npt.NDArray[np.integer] | None
+"""What each row of a step weighs in its votes, in units of 2^-16, 0 to `FULL_VOTE`; None gives every row a full vote."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -33,6 +35,9 @@ IRREPRODUCIBLE_POLICIES: tuple[Policy, ...] = ("resident",)
 
 # Weights are voted in units of 2^-32 as int64; a scaling factor below 2^10 keeps every sum of a step exact.
 MAX_SCALING_FACTOR = 2.0**10
+FULL_VOTE = 2**16
+# A weight is at most 2^42 of those units and a score 2^32, so that a row adds at most 2^58 to an expert's weighed votes: int64 holds 31.
+MOST_VOTING_ROWS = 31
 # A softmax sums exponentials in units of 2^-50 as int64, which holds fewer than 2^13 ones.
 MAX_SOFTMAX_EXPERTS = 2**13 - 1
 
@@ -278,12 +283,12 @@ def check_scopes(scopes: Iterable[str]) -> frozenset[Scope]:
     return cast(frozenset[Scope], chosen)
 
 
-def check_step(scope: str, logits: str, rows: str, options: RoutingOptions) -> None:
+def check_step(scope: str, logits: str, rows: str, options: RoutingOptions, row_votes: RowVotes = None) -> None:
     """Check the choices that every forward call makes.
 
     Raises:
         OptionError: one is unknown, or rows are to be routed alone in another scope than `verify` or by a policy that looks at
-            the cache.
+            the cache, or votes are weighed where rows are not verified together.
     """
     for where, value, known in (("scope", scope, SCOPES), ("logits", logits, ("all", "last")), ("rows", rows, get_args(Rows))):
         if value not in known:
@@ -292,6 +297,44 @@ def check_step(scope: str, logits: str, rows: str, options: RoutingOptions) -> N
         raise OptionError("rows are routed alone in verification", where="rows, scope", expected="alone, verify", got=(rows, scope))
     if rows == "alone":
         check_rows_alone(options)
+    if row_votes is not None and (scope, rows) != ("verify", "together"):
+        what = "votes are weighed where rows are verified together"
+        raise OptionError(what, where="row_votes, scope, rows", expected=("verify", "together"), got=(scope, rows))
+
+
+def most_voting_rows(router: RouterSpec, options: RoutingOptions, n_experts: int) -> int:
+    """Rows of a step whose weighed votes int64 adds up exactly, whatever the logits."""
+    if options.policy != "coverage":
+        return MOST_VOTING_ROWS
+    # ΣA runs over experts too. What the scores or weights of one row can sum to:
+    if options.vote == "all_scores":
+        mass = 1.0 if router.score == "softmax" else float(n_experts)
+    else:
+        mass = router.routed_scaling_factor * (1 if router.norm_topk_prob or router.score == "softmax" else router.top_k)
+    # The 32nd row that int64 has room for is left to the roundings.
+    return min(MOST_VOTING_ROWS, math.floor(MOST_VOTING_ROWS * MAX_SCALING_FACTOR / mass))
+
+
+def check_row_votes(
+    row_votes: RowVotes, positions: int, router: RouterSpec, options: RoutingOptions, n_experts: int
+) -> npt.NDArray[np.int64] | None:
+    """Row votes as int64 [S]; None stays None.
+
+    Raises:
+        ShapeError: not one whole number per position.
+        OptionError: one is out of range, or there are more rows than votes are exact for.
+    """
+    if row_votes is None:
+        return None
+    votes = np.asarray(row_votes)
+    if votes.shape != (positions,) or votes.dtype.kind not in "iu":
+        raise ShapeError("row votes", where="row_votes", expected=f"integers [{positions}]", got=f"{votes.dtype} {list(votes.shape)}")
+    if votes.min() < 0 or votes.max() > FULL_VOTE:
+        raise OptionError("vote of a row out of range", where="row_votes", expected=f"0 to {FULL_VOTE}", got=votes.tolist())
+    most = most_voting_rows(router, options, n_experts)
+    if positions > most:
+        raise OptionError("weighed votes of so many rows are not exact", where="row_votes", expected=f"at most {most} rows", got=positions)
+    return votes.astype(np.int64)
 
 
 def check_rows_alone(options: RoutingOptions) -> None:

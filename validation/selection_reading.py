@@ -26,6 +26,7 @@ EVENTS = {
     "substitute newcomer": 0.01,
     "per_position acting": 0.02,
     "cache hit kept": 0.01,
+    "row votes deciding": 0.01,
 }
 
 
@@ -186,13 +187,18 @@ def _cut_union(
 
 
 def read_block(
-    router: RouterSpec, options: RoutingOptions, logits: npt.NDArray[np.float32], resident: npt.NDArray[np.integer] | None = None
+    router: RouterSpec,
+    options: RoutingOptions,
+    logits: npt.NDArray[np.float32],
+    resident: npt.NDArray[np.integer] | None = None,
+    row_votes: npt.NDArray[np.int64] | None = None,
 ) -> Reading:
-    """Read float32 logits [B, S, E] and say which events decided something in each of the B cases; `resident` are ids.
+    """Read float32 logits [B, S, E] and say which events decided something in each of the B cases; `resident` are ids, row votes [S].
 
     The K boundary is where the order is cut: after TOPK where that is lower. A tie there, among groups or at the budget
     counts where an equal rival was left out; TOPP equality where demanding more than the share would have kept more, and so
-    coverage's. A floor binds where it holds more than the budget. The budget acts where it takes something away.
+    coverage's. A floor binds where it holds more than the budget. The budget acts where it takes something away. Row votes decide where
+    plain ones would have left a position other experts.
     """
     cases, positions, n_experts = logits.shape
     scores = _scores(router.score, logits)
@@ -241,6 +247,10 @@ def read_block(
         in_cache = np.zeros(n_experts, bool)
         in_cache[[] if resident is None else resident] = True
         after, events, held = _cut_union(picks, options, votes.sum(axis=1), in_cache)
+        if row_votes is not None:
+            plain = after
+            after, events, held = _cut_union(picks, options, (votes * row_votes[:, None]).sum(axis=1), in_cache)
+            events["row votes deciding"] = (after != plain).any(axis=(-2, -1))
 
     dropped_slots = (used & ~after).sum(axis=(-2, -1))
     emptied = (~after.any(axis=-1)).sum(axis=-1)

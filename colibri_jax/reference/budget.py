@@ -19,8 +19,8 @@ class Ballot(NamedTuple):
     Attributes:
         member_SE: bool, the position uses the expert.
         weight_SE: final weights, float32 values as float64; 0 where not a member.
-        vote_SE: int64, what each position adds to the expert's aggregate A, in units of 2^-32; also for non-members
-            where scores vote.
+        vote_SE: int64, each position's votes in units of 2^-32; also for non-members where scores vote.
+        row_vote_S: int64, what each position's votes weigh in the aggregate A: 1 for all, or units of 2^-16.
         budget: int64 scalar N; 0 or less is off.
         floor: int32 scalar m >= 1, experts of each position that policies with a floor set always keep.
         coverage: float64 scalar τ in [2^-1000, 1], the share of ΣA that `coverage` keeps.
@@ -30,6 +30,7 @@ class Ballot(NamedTuple):
     member_SE: jax.Array
     weight_SE: jax.Array
     vote_SE: jax.Array
+    row_vote_S: jax.Array
     budget: jax.Array
     floor: jax.Array
     coverage: jax.Array
@@ -43,6 +44,14 @@ Rule = Callable[[Ballot], jax.Array]
 def votes(all_scores: jax.Array, weight_SE: jax.Array, score_SE: jax.Array) -> jax.Array:
     """int64 [S, E]: final weights, or the scores of all experts where `all_scores` (bool scalar) holds."""
     return exact.to_units(jnp.where(all_scores, score_SE, weight_SE))
+
+
+def aggregate_votes(ballot: Ballot) -> jax.Array:
+    """int64 [E]: A, each expert's votes summed over the positions, exactly (`routing_spec.most_voting_rows`).
+
+    With full votes throughout, A is that of plain votes times 2^16, and so is float64 of ΣA, which rounds as before.
+    """
+    return (ballot.row_vote_S[:, None] * ballot.vote_SE).sum(axis=0)
 
 
 def denominator(frozen: jax.Array, before_S: jax.Array, after_S: jax.Array) -> jax.Array:
@@ -72,7 +81,7 @@ def floor_set(ballot: Ballot) -> jax.Array:
 def aggregate(ballot: Ballot) -> jax.Array:
     """The N experts with the largest aggregate over the step; every other expert leaves every position."""
     union_E = ballot.member_SE.any(axis=0)
-    kept_E = largest(ballot.vote_SE.sum(axis=0), union_E, ballot.budget)
+    kept_E = largest(aggregate_votes(ballot), union_E, ballot.budget)
     return _where_acting(_over_budget(ballot), kept_E, ballot)
 
 
@@ -87,7 +96,7 @@ def coverage(ballot: Ballot) -> jax.Array:
     τ < 1 acts on every step. τ = 1 acts where the other policies do.
     """
     E = ballot.member_SE.shape[1]
-    union_E, first_E, vote_E = ballot.member_SE.any(axis=0), floor_set(ballot), ballot.vote_SE.sum(axis=0)
+    union_E, first_E, vote_E = ballot.member_SE.any(axis=0), floor_set(ballot), aggregate_votes(ballot)
     rest_E = union_E & ~first_E
     order = election_order(vote_E, rest_E)
     ordered_votes = jnp.where(rest_E, vote_E, 0)[order]
@@ -148,7 +157,7 @@ def _over_budget(ballot: Ballot) -> jax.Array:
 def _filled_up(first_E: jax.Array, ballot: Ballot) -> jax.Array:
     """bool [E]: these members of the union, then by A until N are kept."""
     rest_E = ballot.member_SE.any(axis=0) & ~first_E
-    return first_E | largest(ballot.vote_SE.sum(axis=0), rest_E, ballot.budget - first_E.sum())
+    return first_E | largest(aggregate_votes(ballot), rest_E, ballot.budget - first_E.sum())
 
 
 def _where_acting(acts: jax.Array, kept_E: jax.Array, ballot: Ballot) -> jax.Array:

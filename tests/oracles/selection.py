@@ -143,6 +143,11 @@ def floor_of(ids: list[int], weights: list[float], m: int) -> list[int]:
     return best(dict(zip(ids, weights, strict=True)), m)[0]
 
 
+def row_vote(row_votes: np.ndarray | None, s: int) -> int:
+    """What the votes of row s are multiplied by."""
+    return 1 if row_votes is None else int(row_votes[s])
+
+
 def fill(first: list[int], votes: dict[int, int], n: int) -> tuple[list[int], bool]:
     """`first`, then others by votes until n are there; and whether a tie was decided at the edge."""
     rest = {e: v for e, v in votes.items() if e not in first}
@@ -164,8 +169,14 @@ def cover(first: list[int], votes: dict[int, int], share: float, n: int) -> tupl
     return kept, set()
 
 
-def select(logits: np.ndarray, router: RouterSpec, options: RoutingOptions, resident: np.ndarray | None = None) -> Verdict:
-    """The selection of one step by the rules of routing, TOPK, TOPP and the options' policy. `resident`: bool [E]."""
+def select(
+    logits: np.ndarray,
+    router: RouterSpec,
+    options: RoutingOptions,
+    resident: np.ndarray | None = None,
+    row_votes: np.ndarray | None = None,
+) -> Verdict:
+    """The selection of one step by the rules of routing, TOPK, TOPP and the options' policy. `resident`: bool [E]; `row_votes`: int [S]."""
     everybody = range(logits.shape[0])
     events: set[str] = set()
     score, choice, allowed, old, topp_sums = [], [], [], [], []
@@ -190,7 +201,7 @@ def select(logits: np.ndarray, router: RouterSpec, options: RoutingOptions, resi
     for s in everybody:
         by_weight = dict.fromkeys(union, 0) | {e: units(w) for e, w in zip(old[s], old_weight[s], strict=True)}
         vote.append(by_weight if options.vote == "weights" else {e: units(score[s][e]) for e in union})
-    total_vote = {e: sum(vote[s][e] for s in everybody) for e in union}
+    total_vote = {e: sum(row_vote(row_votes, s) * vote[s][e] for s in everybody) for e in union}
     floor_set = sorted({e for s in everybody for e in floor_of(old[s], old_weight[s], options.floor)})
     held_sums = [sum(total_vote[e] for e in floor_set)]
     for e in best({e: v for e, v in total_vote.items() if e not in floor_set}, len(union))[0]:

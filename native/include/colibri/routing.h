@@ -38,6 +38,10 @@ struct RoutingOptions {
     bool rows_alone = false;  // every position is routed as a step of its own, whatever the policy; not with `resident`
 };
 
+inline constexpr int64_t kFullVote = int64_t{1} << 16;
+// A row adds at most 2^42 · kFullVote to an expert's votes, so that int64 holds the sum of 31.
+inline constexpr int64_t kMostVotingRows = 31;
+
 // Fields as in colibri_jax.Selection.
 struct Selection {
     int64_t positions = 0;
@@ -54,12 +58,15 @@ struct Selection {
 };
 
 // logits: float32 [positions][experts]. Throws Error("NonFiniteLogitError") naming position and expert. The caller has
-// validated router and options (the Python dataclasses do); only the logits are checked here. `resident`: ids in [0, experts) that
-// the cache holds, in any order; no policy but `resident` looks at them. With `rows_alone`: ids and weights of each position are
-// those of a step of that position alone; union_size, kept, removed and dropped are of all positions together (an expert is removed
-// when no position kept it); dropped_slots and emptied_positions are sums over positions, mass_kept is the mean, summed in their
-// order.
+// validated router and options (the Python dataclasses do); the logits are checked here, and that the row votes fit them.
+// `resident`: ids in [0, experts) that the cache holds, in any order; no policy but `resident` looks at them. `row_votes`
+// [positions]: what each position's votes are multiplied by where they are summed over positions, 0 to kFullVote; empty: all alike.
+// Not with `rows_alone`. `coverage` sums over experts too: that this stays exact has been seen to (routing_spec.most_voting_rows).
+// With `rows_alone`: ids and weights of each position are those of a step of that position alone; union_size, kept, removed and
+// dropped are of all positions together (an expert is removed when no position kept it); dropped_slots and emptied_positions are
+// sums over positions, mass_kept is the mean, summed in their order.
 Selection select_experts(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router,
-                         const RoutingOptions& options, std::span<const int32_t> resident = {});
+                         const RoutingOptions& options, std::span<const int32_t> resident = {},
+                         std::span<const int64_t> row_votes = {});
 
 }  // namespace colibri

@@ -12,7 +12,7 @@ namespace colibri::routing {
 // What the policies that cut the whole union judge by.
 struct Ballot {
     std::span<const int32_t> members;  // the union, ascending
-    std::span<const int64_t> votes;    // [experts]: each expert's aggregate in units of 2^-32
+    std::span<const int64_t> votes;    // [experts]: each expert's aggregate, all in the same unit
     std::span<const int32_t> secured;  // members that stay whatever their votes, ascending: the floor set, or cache hits
 };
 

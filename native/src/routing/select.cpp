@@ -42,11 +42,28 @@ void check_logits(std::span<const float> logits, int64_t positions, int64_t expe
     }
 }
 
+void check_row_votes(std::span<const int64_t> row_votes, int64_t positions, const RoutingOptions& options) {
+    if (row_votes.empty()) return;
+    const auto refuse = [](const char* what, const std::string& expected, const std::string& got) {
+        throw Error("OptionError", what, "row_votes", expected, got);
+    };
+    const auto given = static_cast<int64_t>(row_votes.size());
+    if (given != positions) refuse("votes of other rows than the step's", std::to_string(positions), std::to_string(given));
+    if (given > kMostVotingRows)
+        refuse("weighed votes of so many rows are not exact", "at most " + std::to_string(kMostVotingRows), std::to_string(given));
+    if (options.rows_alone) refuse("rows that are routed alone do not vote together", "none", std::to_string(given));
+    for (const int64_t vote : row_votes)
+        if (vote < 0 || vote > kFullVote)
+            refuse("vote of a row out of range", "0 to " + std::to_string(kFullVote), std::to_string(vote));
+}
+
 // One step between routing and budget. Slots of a position lie at [position · top_k, + count), in router order.
 class Step {
   public:
-    Step(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router, const RoutingOptions& options)
+    Step(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router, const RoutingOptions& options,
+         std::span<const int64_t> row_votes)
         : logits_(logits),
+          row_votes_(row_votes),
           router_(router),
           options_(options),
           experts_(experts),
@@ -84,10 +101,11 @@ class Step {
             // A pick that TOPP took away leaves its id behind it.
             std::fill(ids(row, out_.top_k).begin() + count, ids(row, out_.top_k).end(), -1);
             gate_weights(router_, picked(row, count), ordered_sum(picked(row, count)), weights(row, count));
+            const int64_t vote = row_votes_.empty() ? 1 : row_votes_[row];
             if (all_scores) {
-                for (int64_t e = 0; e < experts_; ++e) votes_[e] += to_units(position_router_.scores()[e]);
+                for (int64_t e = 0; e < experts_; ++e) votes_[e] += vote * to_units(position_router_.scores()[e]);
             } else if (votes) {
-                for (int i = 0; i < count; ++i) votes_[ids(row, count)[i]] += to_units(weights(row, count)[i]);
+                for (int i = 0; i < count; ++i) votes_[ids(row, count)[i]] += vote * to_units(weights(row, count)[i]);
             }
         }
         out_.kept = used_experts();
@@ -215,23 +233,25 @@ class Step {
     }
 
     const std::span<const float> logits_;
+    const std::span<const int64_t> row_votes_;  // empty: all alike
     const RouterSpec& router_;
     const RoutingOptions& options_;
     const int64_t experts_;
     PositionRouter position_router_;
     std::vector<float> picked_;   // [positions][top_k]: scores of the chosen
     std::vector<int> counts_;     // [positions]: chosen after TOPP
-    std::vector<int64_t> votes_;  // [experts], in units of 2^-32; empty where no policy asks for them
+    std::vector<int64_t> votes_;  // [experts], in units of 2^-32, or 2^-48 with row votes; empty where no policy asks for them
     Selection out_;
 };
 
 }  // namespace
 
 Selection select_experts(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router,
-                         const RoutingOptions& options, std::span<const int32_t> resident) {
+                         const RoutingOptions& options, std::span<const int32_t> resident, std::span<const int64_t> row_votes) {
     check_logits(logits, positions, experts, router);
+    check_row_votes(row_votes, positions, options);
     if (options.rows_alone) return routing::select_rows_alone(logits, positions, experts, router, options);
-    return Step(logits, positions, experts, router, options).finish(resident);
+    return Step(logits, positions, experts, router, options, row_votes).finish(resident);
 }
 
 }  // namespace colibri
