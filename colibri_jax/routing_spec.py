@@ -19,7 +19,7 @@ from colibri_jax.errors import ConfigError, FencedOptionError, OptionError, Shap
 
 Score = Literal["sigmoid", "softmax"]
 Scope = Literal["prefill", "decode", "verify"]
-Policy = Literal["aggregate", "floor", "substitute", "coverage", "per_position", "resident"]
+Policy = Literal["aggregate", "floor", "substitute", "coverage", "per_position", "resident", "cache_route"]
 Denominator = Literal["survivors", "frozen"]
 Vote = Literal["weights", "all_scores"]
 Rows = Literal["together", "alone"]
@@ -30,8 +30,8 @@ RowVotes = Sequence[int] | npt.NDArray[np.integer] | None
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
-# Their kept set is no function of logits and options alone; they exist for comparison.
-IRREPRODUCIBLE_POLICIES: tuple[Policy, ...] = ("resident",)
+# What they keep is no function of logits and options alone; they exist for comparison.
+IRREPRODUCIBLE_POLICIES: tuple[Policy, ...] = ("resident", "cache_route")
 
 # Weights are voted in units of 2^-32 as int64; a scaling factor below 2^10 keeps every sum of a step exact.
 MAX_SCALING_FACTOR = 2.0**10
@@ -133,15 +133,17 @@ class RoutingOptions:
         expert_topk: keep at most this many of a position's K experts; 0 is off.
         expert_topp: keep the shortest prefix of a position's experts that holds this share of its score; 0 and 1 are off.
         budget: most distinct experts a layer may use in one step, N; 0 is off. A tuple gives one N per MoE layer.
-        policy: which experts the budget keeps.
+        policy: which experts the budget keeps; `cache_route` has no budget, it exchanges experts for cached ones.
         denominator: what surviving scores are divided by where the router normalises.
         vote: what an expert's aggregate sums: final weights, or the scores of all experts.
         floor: experts of every position that `floor`-type policies always keep.
         coverage: share of the aggregate that `coverage` keeps.
+        route_top: experts of every position that `cache_route` never exchanges, J: its best by choice.
+        route_within: places of a position's ranking among which `cache_route` prefers cached experts, M; 0 is off.
         allow_irreproducible: permits policies whose result depends on the cache.
 
     Raises:
-        OptionError: a field is outside its domain.
+        OptionError: a field is outside its domain, or a policy without a budget is given one.
         FencedOptionError: the policy is irreproducible and that was not allowed.
     """
 
@@ -153,13 +155,16 @@ class RoutingOptions:
     vote: Vote = "weights"
     floor: int = 1
     coverage: float = 1.0
+    route_top: int = 2
+    route_within: int = 12
     allow_irreproducible: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("expert_topk", "floor"):
+        for field in ("expert_topk", "floor", "route_top", "route_within"):
             object.__setattr__(self, field, whole_number(getattr(self, field), field))
-        if self.expert_topk < 0:
-            raise OptionError("negative count", where="expert_topk", expected="0 (off) or more", got=self.expert_topk)
+        for field in ("expert_topk", "route_top", "route_within"):
+            if getattr(self, field) < 0:
+                raise OptionError("negative count", where=field, expected="0 (off) or more", got=getattr(self, field))
         if not (math.isfinite(self.expert_topp) and 0.0 <= self.expert_topp <= 1.0):
             raise OptionError("share out of range", where="expert_topp", expected="0 to 1 (0 and 1 are off)", got=self.expert_topp)
         many = isinstance(self.budget, Collection) and not isinstance(self.budget, str)
@@ -174,6 +179,8 @@ class RoutingOptions:
         if self.policy in IRREPRODUCIBLE_POLICIES and not self.allow_irreproducible:
             what = "the output of this policy depends on what the cache holds"
             raise FencedOptionError(what, where="policy", expected="allow_irreproducible=True", got=self.policy)
+        if self.policy == "cache_route" and any(self.budget if isinstance(self.budget, tuple) else (self.budget,)):
+            raise OptionError("the policy has no budget", where="budget, policy", expected="0 (off) with cache_route", got=self.budget)
         if self.floor < 1:
             raise OptionError("floor out of range", where="floor", expected="1 or more", got=self.floor)
         if not 0.0 < self.coverage <= 1.0:
@@ -181,7 +188,8 @@ class RoutingOptions:
 
     def without_budget(self) -> RoutingOptions:
         """The same options with the budget off; TOPK and TOPP stay, they act in every scope."""
-        return dataclasses.replace(self, budget=0, coverage=1.0)
+        within = 0 if self.policy == "cache_route" else self.route_within
+        return dataclasses.replace(self, budget=0, coverage=1.0, route_within=within)
 
     def for_layer(self, moe_index: int) -> RoutingOptions:
         """These options with the scalar budget of one MoE layer (0 is the first layer that has a router)."""
@@ -237,7 +245,7 @@ class Selection:
         kept: int32, ascending: experts used by any position.
         union_size: distinct experts before the budget.
         dropped: distinct experts that were in the union and are not kept.
-        dropped_slots: (position, expert) pairs that the budget took away.
+        dropped_slots: (position, expert) pairs that the budget took away, or that were exchanged.
         emptied_positions: positions left without a routed expert.
         mass_kept: sum of the scores used over the sum of the scores after TOPP; 1 where both are 0.
 

@@ -136,6 +136,21 @@ def test_cache_hit_kept() -> None:
     assert events(DISJOINT, top_k=2, options=resident, resident=[2, 3]) == {ACTING, "emptied position", "cache hit kept"}
 
 
+def test_exchanged_for_a_cached_expert() -> None:
+    scores, exchanged = [[1.0, 0.5, 0.0, 0.5]], "exchanged for a cached expert"
+
+    def found(resident: list[int], **more: int) -> set[str]:
+        options = {"policy": "cache_route", "route_top": 1, "route_within": 3, **more}
+        return events(scores, bias=[0, 0.25, 0, 0], top_k=2, options=options, resident=resident)
+
+    assert found([3]) == {ACTING, exchanged}
+    assert found([2]) == set(), "it is the fourth"
+    assert found([2], route_within=4) == {ACTING, exchanged}
+    assert found([3], route_top=2) == set()
+    assert found([1, 3]) == set()
+    assert found([3], route_within=2) == set()
+
+
 def test_row_votes_deciding() -> None:
     votes = {"top_k": 2, "options": {"budget": 2}}
     assert "row votes deciding" not in events(DISJOINT, row_votes=[2**16, 2**16], **votes)

@@ -218,15 +218,18 @@ def make_block(seed: int, number: int, cases: int = CASES_PER_BLOCK) -> Block:
         norm_topk_prob=family["norm_topk_prob"],
         routed_scaling_factor=_one_of(rng, 1.0, 1.0, 2.5, float(rng.uniform(0.1, 20)), 1023.0, 2.0**-33),
     )
+    budget = _one_of(rng, 0, n_experts, *(16 * [0] if policy == "coverage" else []), *(_log_uniform(rng, 1, picks) for _ in range(8)))
     options = RoutingOptions(
         expert_topk=family["expert_topk"],
         expert_topp=_one_of(rng, *shares),
-        budget=_one_of(rng, 0, n_experts, *(16 * [0] if policy == "coverage" else []), *(_log_uniform(rng, 1, picks) for _ in range(8))),
+        budget=0 if policy == "cache_route" else budget,
         policy=policy,
         denominator=family["denominator"],
         vote=family["vote"],
         floor=family["floor"],
         coverage=_one_of(rng, 1.0, 0.5, float(rng.uniform(0.01, 0.99))),
+        route_top=_one_of(rng, 0, 1, 2, int(rng.integers(top_k + 2))),
+        route_within=_one_of(rng, 12, top_k + 1, top_k + int(rng.integers(1, 5)), int(rng.integers(n_experts + 2))),
         allow_irreproducible=True,
     )
     row_votes = _row_votes(rng, positions) if positions <= most_voting_rows(router, options, n_experts) else None

@@ -27,6 +27,7 @@ EVENTS = {
     "per_position acting": 0.02,
     "cache hit kept": 0.01,
     "row votes deciding": 0.01,
+    "exchanged for a cached expert": 0.02,
 }
 
 
@@ -124,6 +125,20 @@ def _cut_alone(picks: _Picks, options: RoutingOptions) -> tuple[npt.NDArray[np.b
     stays = np.where(acting[..., None], first, picks.alive)
     tie = (_tie_after(votes, budget) & acting).any(axis=-1) if budget else np.zeros(len(votes), bool)
     return picks.by_expert(stays), {"tie at the budget boundary": tie, "per_position acting": acting.any(axis=-1)}
+
+
+def _exchange(
+    picks: _Picks, options: RoutingOptions, resident: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.bool_], dict[str, npt.NDArray[np.bool_]]]:
+    """`cache_route`: experts that each position uses afterwards, bool [B, S, E], and the events."""
+    used = picks.by_expert(picks.alive)
+    column = np.broadcast_to(np.arange(used.shape[-1]), used.shape)
+    place = np.argsort(np.lexsort((column, -picks.choice, ~used), axis=-1), axis=-1)
+    preferred = resident & (place < options.route_within) & np.isfinite(picks.choice)
+    # Lower goes first; what the groups exclude stands last in any ranking.
+    turn = place + place.shape[-1] * np.where(place < options.route_top, 0, np.where(preferred, 1, 2))
+    after = np.argsort(np.argsort(turn, axis=-1), axis=-1) < used.sum(axis=-1, keepdims=True)
+    return after, {"exchanged for a cached expert": (after & ~used).any(axis=(-2, -1))}
 
 
 def _cut_union(
@@ -240,12 +255,14 @@ def read_block(
     used = picks.by_expert(alive)
     union_size = used.any(axis=1).sum(axis=-1)
     held = None
+    in_cache = np.zeros(n_experts, bool)
+    in_cache[[] if resident is None else resident] = True
     if options.policy == "per_position":
         after, events = _cut_alone(picks, options)
+    elif options.policy == "cache_route":
+        after, events = _exchange(picks, options, in_cache)
     else:
         votes = _units(scores) if options.vote == "all_scores" else picks.by_expert(np.where(alive, _units(weights), 0))
-        in_cache = np.zeros(n_experts, bool)
-        in_cache[[] if resident is None else resident] = True
         after, events, held = _cut_union(picks, options, votes.sum(axis=1), in_cache)
         if row_votes is not None:
             plain = after

@@ -7,7 +7,16 @@ import numpy.typing as npt
 
 from colibri_jax._native import select_experts as _select_natively
 from colibri_jax.errors import OptionError, ShapeError
-from colibri_jax.routing_spec import RouterSpec, RoutingOptions, RowVotes, Selection, check_logits, check_row_votes, check_rows_alone
+from colibri_jax.routing_spec import (
+    IRREPRODUCIBLE_POLICIES,
+    RouterSpec,
+    RoutingOptions,
+    RowVotes,
+    Selection,
+    check_logits,
+    check_row_votes,
+    check_rows_alone,
+)
 
 
 def select_experts(
@@ -23,8 +32,8 @@ def select_experts(
         logits_SE: float32 [S, E] router logits of the step's positions.
         router: the model's router.
         options: TOPK, TOPP and the budget of this layer (a scalar; see `RoutingOptions.for_layer`).
-        resident: what the cache holds, ids [n] in any order or bool [E]. Only policy `resident` looks at it, and needs it;
-            every other one is a pure function of logits and options.
+        resident: what the cache holds, ids [n] in any order or bool [E]. Only `IRREPRODUCIBLE_POLICIES` look at it, and need it;
+            every other policy is a pure function of logits and options.
         row_votes: int [S], what each position's votes are multiplied by in the sum over positions, 0 to 2^16; None: all alike.
 
     Returns:
@@ -81,9 +90,11 @@ def _select(
         denominator=options.denominator,
         vote=options.vote,
         coverage=options.coverage,
+        route_top=min(options.route_top, router.top_k),
+        route_within=min(options.route_within, logits.shape[1]),
         rows_alone=rows_alone,
         row_votes=np.empty(0, np.int64) if votes is None else votes,
-        resident=_resident_ids(resident if options.policy == "resident" else (), logits.shape[1]),
+        resident=_resident_ids(resident if options.policy in IRREPRODUCIBLE_POLICIES else (), logits.shape[1]),
     )
     del fields["removed"]  # the engine's, for its estimate of avoided reads
     return Selection(**fields)

@@ -150,6 +150,55 @@ def substitute(
     )
 
 
+def cache_route(
+    choice_SE: jax.Array,
+    eligible_SE: jax.Array,
+    member_SE: jax.Array,
+    resident_E: jax.Array,
+    top: jax.Array,
+    within: jax.Array,
+    slots: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Picks that prefer what the cache holds, as many as every position had.
+
+    A position's *ranking* is its picks after TOPK and TOPP in router order, then the other experts that its groups allow, by
+    choice, ties to the lowest id; without TOPP that is the order of choice. Of n picks it keeps the first min(J, n) of the
+    ranking; then come residents among the ranking's first M, in its order; then the others in its order; n in all. So M = 0, a
+    cache of nothing and one of everything change nothing. Step 5 is done over the picks in descending order of choice, each
+    with its own score; positions do not know of each other.
+
+    Args:
+        choice_SE: float32 values as float64, score plus bias.
+        eligible_SE: bool, experts that the groups allow.
+        member_SE: bool, the picks.
+        resident_E: bool, what the cache holds.
+        top, within: int scalars J and M.
+        slots: places of a position, at least n.
+
+    Returns:
+        int32 ids by slot in descending order of choice, bool which slots are used, and bool [S, E] the same by expert.
+    """
+    S, E = choice_SE.shape
+    places_E = jnp.arange(E)
+    by_choice_SE = exact.key_index(exact.descending(exact.sort_keys(choice_SE, places_E, eligible_SE)))
+    picks_first_SE = jnp.argsort(~jnp.take_along_axis(member_SE, by_choice_SE, axis=1), axis=1, stable=True)
+    ranking_SE = jnp.take_along_axis(by_choice_SE, picks_first_SE, axis=1)
+    eligible_in_order_SE = jnp.take_along_axis(eligible_SE, ranking_SE, axis=1)
+    preferred_SE = resident_E[ranking_SE] & (places_E < within)
+    turn_SE = jnp.where(places_E < top, 0, jnp.where(preferred_SE, 1, 2))
+    in_turn_SE = jnp.argsort(jnp.where(eligible_in_order_SE, turn_SE, 3), axis=1, stable=True)
+    taken_SE = places_E < member_SE.sum(axis=1, keepdims=True)
+    ids_SE = jnp.take_along_axis(ranking_SE, in_turn_SE, axis=1)
+    picked_SE = jnp.zeros_like(member_SE).at[jnp.arange(S)[:, None], ids_SE].set(taken_SE)
+    key_SK = exact.descending(exact.sort_keys(choice_SE, places_E, picked_SE))[:, :slots]
+    return exact.key_index(key_SK), taken_SE[:, :slots], picked_SE
+
+
+def _untouched(ballot: Ballot) -> jax.Array:
+    """For policies that take nothing from the union: every position may keep everything."""
+    return jnp.ones_like(ballot.member_SE)
+
+
 def _over_budget(ballot: Ballot) -> jax.Array:
     return (ballot.budget > 0) & (ballot.member_SE.any(axis=0).sum() > ballot.budget)
 
@@ -171,6 +220,7 @@ POLICIES: dict[Policy, Rule] = {
     "coverage": coverage,
     "per_position": per_position,
     "resident": resident,
+    "cache_route": _untouched,
 }
 
 # Where one of these takes an expert from a position, the position chooses anew inside the kept set.

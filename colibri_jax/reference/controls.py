@@ -27,6 +27,8 @@ class Controls(NamedTuple):
     coverage: npt.ArrayLike
     frozen: npt.ArrayLike
     all_scores: npt.ArrayLike
+    route_top: npt.ArrayLike
+    route_within: npt.ArrayLike
 
 
 def controls_of(router: RouterSpec, options: RoutingOptions, n_experts: int) -> Controls:
@@ -50,6 +52,8 @@ def controls_of(router: RouterSpec, options: RoutingOptions, n_experts: int) -> 
         coverage=np.float64(max(options.coverage, 2.0**-1000)),
         frozen=np.bool_(options.denominator == "frozen"),
         all_scores=np.bool_(options.vote == "all_scores"),
+        route_top=np.int32(min(options.route_top, n_experts)),
+        route_within=np.int32(min(options.route_within, n_experts)),
     )
 
 

@@ -65,7 +65,7 @@ def select_experts(
         logits_SE: float32 [S, E] router logits.
         router: the model's router.
         options: with a single budget.
-        resident: experts in the cache, ids or bool [E]; read by policy `resident` alone, which needs it.
+        resident: experts in the cache, ids or bool [E]; read by `IRREPRODUCIBLE_POLICIES` alone, which need it.
         row_votes: int [S], what each position's votes are multiplied by where they are summed over positions, so that
             A[e] = Σ_s row_votes[s] · round(w[s,e] · 2^32). Full ones (2^16) throughout give what None gives. Nothing else
             depends on them: every position keeps its floor, and `per_position` never sums.
@@ -147,7 +147,7 @@ def select_core(
         options: with a single budget.
         bias_E: float32 [E], used in place of `router.bias` where the bias is an array of the model.
         real_S: bool [S], False for rows that only pad the shape: they use nothing, vote for nothing, count nowhere.
-        resident_E: bool [E], experts in the cache, which policy `resident` needs.
+        resident_E: bool [E], experts in the cache, which `IRREPRODUCIBLE_POLICIES` need.
         row_vote_S: int64 [S], see `select_experts`; taken as checked.
 
     Raises:
@@ -230,8 +230,12 @@ def route(
     if policy in budget.SUBSTITUTING:
         ids_SK, after_SK, used_SE = budget.substitute(choice_SE, eligible_SE & allowed_SE, ids_SK, before_SK, after_SK, used_SE)
         score_SK = jnp.take_along_axis(score_SE, ids_SK, axis=1)
+    if policy == "cache_route":
+        top, within = jnp.asarray(controls.route_top), jnp.asarray(controls.route_within)
+        ids_SK, after_SK, used_SE = budget.cache_route(choice_SE, eligible_SE, member_SE, resident_E, top, within, slots)
+        score_SK = jnp.take_along_axis(score_SE, ids_SK, axis=1)
 
-    # Step 5 again for everyone: a position that lost nothing has the same sum, and so the same weights, as before.
+    # Step 5 again for everyone: a position that lost nothing has the same scores in the same order, and so the same weights.
     sum_after_S = budget.denominator(jnp.asarray(controls.frozen), sum_before_S, ordered_sum(score_SK, after_SK))
     weight_SK = jnp.where(after_SK, weight(score_SK, sum_after_S[:, None], controls), 0.0)
     from_SK, filled_SK = pack_left(after_SK)
@@ -311,7 +315,7 @@ def to_selection(core: CoreSelection, *, positions: int, top_k: int) -> Selectio
         weights=np.array(core.weights_SK[:positions, :top_k]),
         kept=kept,
         union_size=union_size,
-        dropped=union_size - kept.size,
+        dropped=int((core.union_E & ~core.kept_E).sum()),
         dropped_slots=int(core.dropped_slots),
         emptied_positions=int(core.emptied_positions),
         mass_kept=float(used) / float(before) if before else 1.0,

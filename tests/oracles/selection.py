@@ -169,6 +169,20 @@ def cover(first: list[int], votes: dict[int, int], share: float, n: int) -> tupl
     return kept, set()
 
 
+def prefer_cached(ranking: list[int], n: int, resident: np.ndarray, top: int, within: int) -> list[int]:
+    """n experts of a ranking: its first `top`, then residents among its first `within`, then the others."""
+    picks = ranking[: min(top, n)]
+    for e in [e for e in ranking[:within] if resident[e]] + ranking:
+        if e not in picks and len(picks) < n:
+            picks.append(e)
+    return picks
+
+
+def scores_used(p: list[float], new: list[int], old: list[int]) -> list[float]:
+    """The scores, by expert, that the picks of a position which exchanged some are weighed with: their own."""
+    return p
+
+
 def select(
     logits: np.ndarray,
     router: RouterSpec,
@@ -234,7 +248,15 @@ def select(
     lost = emptied = mass_used = mass_before = 0
     for s in everybody:
         new = [e for e in old[s] if e in may_keep[s]]
-        weight = old_weight[s]
+        weight, p = old_weight[s], score[s]
+        if policy == "cache_route":
+            ranking = old[s] + [e for e in best({e: choice[s][e] for e in allowed[s]}, len(union) + len(p))[0] if e not in old[s]]
+            picks = prefer_cached(ranking, len(old[s]), resident, options.route_top, options.route_within)
+            if set(picks) != set(old[s]):
+                new = best({e: choice[s][e] for e in picks}, len(picks))[0]
+                p = scores_used(p, new, old[s])
+                weight = weights_of(p, new, old_total[s] if options.denominator == "frozen" else total_of(p, new), router)
+                events |= {"budget_acts", "exchanged"}
         if len(new) < len(old[s]):
             if policy == "substitute":
                 survivors = new
@@ -253,14 +275,14 @@ def select(
         if not new:
             emptied += 1
             events.add("emptied")
-        mass_used += sum(units(score[s][e]) for e in new)
+        mass_used += sum(units(p[e]) for e in new)
         mass_before += sum(units(score[s][e]) for e in old[s])
     selection = Selection(
         ids=ids_out,
         weights=weights_out,
         kept=np.array(sorted(kept), np.int32),
         union_size=len(union),
-        dropped=len(union) - len(kept),
+        dropped=len(set(union) - kept),
         dropped_slots=lost,
         emptied_positions=emptied,
         mass_kept=float(mass_used) / float(mass_before) if mass_before else 1.0,

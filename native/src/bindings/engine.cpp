@@ -125,6 +125,8 @@ void set_routing(EngineOptions& o, const py::dict& d) {
     o.routing.vote = vote_named(get<std::string>(d, "vote"));
     o.routing.floor = get<int>(d, "floor");
     o.routing.coverage = get<double>(d, "coverage");
+    o.routing.route_top = get<int>(d, "route_top");
+    o.routing.route_within = get<int>(d, "route_within");
     o.budgets = get<std::vector<int64_t>>(d, "budgets");
 }
 

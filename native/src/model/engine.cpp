@@ -125,6 +125,7 @@ struct Engine::Impl {
         RoutingOptions routing = options.routing;
         routing.budget = budget_acts ? options.budgets.at(moe_index) : 0;
         if (!budget_acts) routing.coverage = 1.0;
+        if (!budget_acts) routing.route_within = 0;
         routing.rows_alone = rows_alone;
         return routing;
     }

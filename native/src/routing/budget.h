@@ -19,6 +19,9 @@ struct Ballot {
 // Whether the options ask for a cut of a union of this size. `per_position` may then still find nothing to cut.
 bool budget_acts(const RoutingOptions& options, int64_t union_size);
 
+// Whether the policy cuts or exchanges a position's experts without regard to the other positions, and so without votes.
+bool acts_on_positions(Policy policy);
+
 // Whether the policy has a floor set: every position's best experts.
 bool has_floor(Policy policy);
 
