@@ -23,7 +23,8 @@ using VoteArray = py::array_t<int64_t, py::array::c_style>;
 py::dict select(const FloatArray& logits, const std::string& score, int top_k, const std::optional<FloatArray>& bias, int n_group,
                 int topk_group, bool norm_topk_prob, double routed_scaling_factor, int expert_topk, double expert_topp,
                 int64_t budget, const std::string& policy, const std::string& denominator, const std::string& vote, int floor,
-                double coverage, const IdArray& resident, bool rows_alone, const VoteArray& row_votes, int route_top, int route_within) {
+                double coverage, const IdArray& resident, bool rows_alone, const VoteArray& row_votes, int route_top,
+                int route_within) {
     RouterSpec router;
     router.score = score_named(score);
     router.top_k = top_k;
@@ -108,7 +109,8 @@ void bind_routing(py::module_& module) {
         py::arg("row_votes").noconvert() = VoteArray(0), py::arg("route_top") = 2, py::arg("route_within") = 12,
         "Selection's fields and `removed` (ascending ids that the budget took from the union) as a dict. logits: float32 [S, E], "
         "C-contiguous; the arguments are the validated fields of RouterSpec and RoutingOptions; resident: int32 ids in [0, E) "
-        "that the cache holds, for policies that look at it; rows_alone: every position is a step of its own; row_votes: int64 [S], "
+        "that the cache holds, for policies that look at it; rows_alone: every position is a step of its own; row_votes: int64 "
+        "[S], "
         "what each position's votes weigh, or empty.");
 }
 

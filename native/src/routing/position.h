@@ -24,8 +24,8 @@ class PositionRouter {
     int pick_among(std::span<const float> logits, const std::vector<bool>& allowed, int count, std::span<int32_t> ids,
                    std::span<float> picked);
 
-    // Exchanges picks of one position, `ids` in router order with their scores in `picked`, for experts that are `cached` [experts]:
-    // policy `cache_route`, reference/budget.py. Writes like `route` and returns how many were exchanged.
+    // Exchanges picks of one position, `ids` in router order with their scores in `picked`, for experts that are `cached`
+    // [experts]: policy `cache_route`, reference/budget.py. Writes like `route` and returns how many were exchanged.
     int prefer_cached(std::span<const float> logits, const std::vector<bool>& cached, std::span<int32_t> ids,
                       std::span<float> picked);
 
