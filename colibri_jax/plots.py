@@ -18,12 +18,16 @@ class Panel:
     Attributes:
         x: numbers, or names that stand at equal distances.
         lines: values by the line's name, one for each x.
+        own_x: numbers of lines that have others than the panel's, by name.
+        log_y: a logarithmic vertical axis; else it begins at 0.
     """
 
     x_label: str
     y_label: str
     x: Sequence[float] | Sequence[str]
     lines: Mapping[str, Sequence[float]]
+    own_x: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    log_y: bool = False
 
 
 def check_plot(path: Path) -> None:
@@ -53,10 +57,13 @@ def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:
     figure.suptitle(title)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for name, values in panel.lines.items():
-            axes.plot(list(panel.x), list(values), marker="o", label=name)
+            axes.plot(list(panel.own_x.get(name, panel.x)), list(values), marker="o", label=name)
         axes.set_xlabel(panel.x_label)
         axes.set_ylabel(panel.y_label)
-        axes.set_ylim(bottom=0)
+        if panel.log_y:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(path)

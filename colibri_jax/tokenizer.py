@@ -19,8 +19,10 @@ from tokenizers import Tokenizer, decoders
 
 from colibri_jax.errors import ConfigError, MissingFileError
 
+END_OF_TEXT = "<|endoftext|>"
+
 # Where a model writes one of these, someone else's turn would begin: its own has ended, whatever the files list as end of text.
-ROLE_MARKERS = ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+ROLE_MARKERS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
 # GLM models were trained with these two before every text.
 PREFIX_TOKENS = ("[gMASK]", "<sop>")
@@ -66,6 +68,7 @@ class ChatTokenizer:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         ids_by_text = {token.content: i for i, token in added.items()}
         self.stop_ids = frozenset(stop_ids) | {ids_by_text[text] for text in ROLE_MARKERS if text in ids_by_text}
+        self._document_end = [ids_by_text[END_OF_TEXT]] if END_OF_TEXT in ids_by_text else []
         has_prefix = all(text in ids_by_text for text in PREFIX_TOKENS)
         self.prefix_ids = tuple(ids_by_text[text] for text in PREFIX_TOKENS) if has_prefix else ()
 
@@ -139,6 +142,10 @@ class ChatTokenizer:
         ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         n = len(self.prefix_ids)
         return ids if tuple(ids[:n]) == self.prefix_ids else [*self.prefix_ids, *ids]
+
+    def encode_document(self, text: str) -> list[int]:
+        """Token ids of a document as these models were trained on it: `encode_raw`, then the end of text where the vocabulary has it."""
+        return [*self.encode_raw(text), *self._document_end]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""

@@ -1,4 +1,4 @@
-"""The command line: `colibri-jax generate | convert | inspect | compare | bench`.
+"""The command line: `colibri-jax generate | convert | inspect | compare | quality | bench`.
 
 Commands are imported when they are called, so that `--help` is quick and loads neither jax nor the native extension.
 """
@@ -23,6 +23,7 @@ COMMANDS = {
     "convert": "Turn a Hugging Face checkpoint into an int4 container.",
     "inspect": "Show a model's architecture, formats and sizes.",
     "compare": "Run reference and native side by side.",
+    "quality": "Measure what expert budgets cost in quality.",
     "bench": "Measure the engine against the limits of this machine.",
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +27,7 @@ from colibri_jax.config import ModelConfig
 from colibri_jax.container.directory import read_config
 from colibri_jax.errors import OptionError
 from colibri_jax.generate.notes import budget_notes
+from colibri_jax.generate.texts import read_documents
 from colibri_jax.tensors import tensor_specs
 from colibri_jax.tokenizer import ChatTokenizer
 
@@ -210,22 +210,8 @@ def _text_ids(tokenizer: ChatTokenizer, path: Path, n: int) -> list[int]:
         OptionError: the file is not what its name says, or too short.
     """
     ids: list[int] = []
-    for document in _documents(path):
+    for document in read_documents(path):
         ids += tokenizer.encode_raw(document)
         if len(ids) >= n:
             return ids[:n]
     raise OptionError("text too short", where=str(path), expected=f"{n} tokens", got=len(ids))
-
-
-def _documents(path: Path) -> Iterator[str]:
-    if path.suffix != ".jsonl":
-        yield path.read_text(encoding="utf-8")
-        return
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError) as error:
-                expected = '{"text": …}'
-                raise OptionError("not a document", where=f"{path}, line {number}", expected=expected, got=line.strip()[:40]) from error
-            yield str(text)

@@ -181,17 +181,25 @@ def cache_route(
     S, E = choice_SE.shape
     places_E = jnp.arange(E)
     by_choice_SE = exact.key_index(exact.descending(exact.sort_keys(choice_SE, places_E, eligible_SE)))
-    picks_first_SE = jnp.argsort(~jnp.take_along_axis(member_SE, by_choice_SE, axis=1), axis=1, stable=True)
-    ranking_SE = jnp.take_along_axis(by_choice_SE, picks_first_SE, axis=1)
-    eligible_in_order_SE = jnp.take_along_axis(eligible_SE, ranking_SE, axis=1)
+    ranking_SE = _at(by_choice_SE, _places_by(jnp.where(_at(member_SE, by_choice_SE), 0, 1)))
     preferred_SE = resident_E[ranking_SE] & (places_E < within)
     turn_SE = jnp.where(places_E < top, 0, jnp.where(preferred_SE, 1, 2))
-    in_turn_SE = jnp.argsort(jnp.where(eligible_in_order_SE, turn_SE, 3), axis=1, stable=True)
+    ids_SE = _at(ranking_SE, _places_by(jnp.where(_at(eligible_SE, ranking_SE), turn_SE, 3)))
     taken_SE = places_E < member_SE.sum(axis=1, keepdims=True)
-    ids_SE = jnp.take_along_axis(ranking_SE, in_turn_SE, axis=1)
     picked_SE = jnp.zeros_like(member_SE).at[jnp.arange(S)[:, None], ids_SE].set(taken_SE)
     key_SK = exact.descending(exact.sort_keys(choice_SE, places_E, picked_SE))[:, :slots]
     return exact.key_index(key_SK), taken_SE[:, :slots], picked_SE
+
+
+def _at(values_SE: jax.Array, ids_SE: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(values_SE, ids_SE, axis=1)
+
+
+def _places_by(rank_SE: jax.Array) -> jax.Array:
+    """int [S, E]: places 0 … E - 1 by ascending rank (small integers), equal ones in ascending order."""
+    E = rank_SE.shape[1]
+    places_SE: jax.Array = jax.lax.sort(rank_SE * E + jnp.arange(E)) % E
+    return places_SE
 
 
 def _untouched(ballot: Ballot) -> jax.Array:
