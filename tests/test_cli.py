@@ -252,6 +252,7 @@ def test_json_is_one_object_with_everything(loader: Loader, model: str) -> None:
         "engine",
         "scopes",
         "total",
+        "swap_share",
         "budget_line",
         "notes",
         "speculation",

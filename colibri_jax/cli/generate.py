@@ -36,7 +36,7 @@ from colibri_jax.generate.divergence import divergence
 from colibri_jax.generate.drafters import Drafter, LookupDrafter, MTPDrafter, check_mtp
 from colibri_jax.generate.loop import DEFAULT_PREFILL_CHUNK, GenerateOptions, check_prompt, tokens
 from colibri_jax.generate.loop import generate as run_loop
-from colibri_jax.generate.notes import Verification, budget_is_on, budget_notes
+from colibri_jax.generate.notes import Verification, budget_is_on, budget_notes, prefers_cached
 from colibri_jax.generate.protocol import LanguageModel
 from colibri_jax.generate.report import OptionValue, RunReport
 from colibri_jax.generate.sampling import SamplingOptions
@@ -69,6 +69,10 @@ Policies
   coverage      as floor, until --coverage of the votes is held, or N experts
   per_position  every position by itself keeps its best N
   resident      cached experts always, the rest by votes (--allow-irreproducible)
+  cache_route   no budget: a position's best --route-top stay, then come cached
+                experts among its best --route-within, then the others, as many
+                as it had (--allow-irreproducible). The statistics say how many
+                experts were swapped for cached ones
 \b
 Drafts
   With --draft, some tokens are guessed and verified in one step. --speculation
@@ -263,6 +267,10 @@ def _notes(
                 notes.append(f"no effect: --{'no-pause' if name == 'pausing' else name.replace('_', '-')} without --draft")
     elif verification.speculation == "union":
         notes.append("lossy: the rows of a verification share a budget (--speculation union), so the text is not that without drafts")
+    if not prefers_cached(routing):
+        for name in ("route_top", "route_within"):
+            if options[name].source == "flag":
+                notes.append(f"no effect: --{name.replace('_', '-')} without --policy cache_route")
     if not budget_is_on(routing):
         for name in ("budget_scope", "policy", "denominator", "vote"):
             if options[name].source == "flag":
