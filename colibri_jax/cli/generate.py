@@ -138,7 +138,11 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
         max_new_tokens=value["max_new_tokens"], prefill_chunk=value["prefill_chunk"], sampling=sampling, stop_ids=tokenizer.stop_ids
     )
     speculation = SpeculationOptions(
-        depth=value["draft_depth"], speculation=value["speculation"], acceptance=value["acceptance"], pausing=value["pausing"]
+        depth=value["draft_depth"],
+        speculation=value["speculation"],
+        acceptance=value["acceptance"],
+        union_votes=value["union_votes"],
+        pausing=value["pausing"],
     )
     if draft == "mtp":
         check_mtp(config)
@@ -148,7 +152,7 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
     if draft != "off" and speculation.speculation == "exact":
         check_rows_alone(routing)
     notes = _notes(config, routing, scopes, options, largest_prefill_step=min(run.prefill_chunk, len(prompt_ids)))
-    drafting = {"draft_depth", "speculation", "acceptance", "pausing", "divergence"}
+    drafting = {"draft_depth", "speculation", "acceptance", "pausing", "divergence", "union_votes"}
     hidden = {"prompt", "system", "mtp", "as_json"} | (drafting if draft == "off" else set()) | (set() if value["raw"] else {"raw"})
     shown = {name: option for name, option in options.items() if name not in hidden}
     click.echo(describe_options(shown), err=True)
@@ -262,10 +266,13 @@ def _notes(
     verification = None if value["draft"] == "off" else Verification(value["speculation"], 1 + value["draft_depth"])
     notes = list(budget_notes(config, routing, scopes, largest_prefill_step=largest_prefill_step, verification=verification))
     if verification is None:
-        for name in ("draft_depth", "speculation", "acceptance", "pausing"):
+        for name in ("draft_depth", "speculation", "acceptance", "union_votes", "pausing"):
             if options[name].source == "flag":
                 notes.append(f"no effect: --{'no-pause' if name == 'pausing' else name.replace('_', '-')} without --draft")
-    elif verification.speculation == "union":
+    elif verification.speculation == "exact":
+        if options["union_votes"].source == "flag":
+            notes.append("no effect: --union-votes with --speculation exact")
+    else:
         notes.append("lossy: the rows of a verification share a budget (--speculation union), so the text is not that without drafts")
     if not prefers_cached(routing):
         for name in ("route_top", "route_within"):
