@@ -65,8 +65,8 @@ ASKINGS = [
         r"Explain the concept of (.+) in programming\.",
     )
 ]
-WORDNET_LABEL = re.compile(r"(?:n|v|adj|adv) (?:1 )?: |(?:n|v|adj|adv) 1: ")
-NEXT_SENSE = re.compile(r" 2: | (?:n|v|adj|adv) (?:1)?: ")
+WORDNET_LABEL = re.compile(r"(?:n|v|adj|adv) 1?: ")
+NEXT_SENSE = re.compile(r" 2: | (?:n|v|adj|adv) 1?: ")
 PART_OF_SPEECH = r"(?:n|v|vt|vi|adj|adv|interj|excl|prov|pref|suff|abbrev|quant|conj)\."
 # In the order in which they stand before a definition; each may be absent.
 COMPUTING_LABELS = [
