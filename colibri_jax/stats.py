@@ -139,6 +139,11 @@ class Stats:
         object.__setattr__(self, "scopes", MappingProxyType(dict(self.scopes)))
 
     @property
+    def bytes_read(self) -> int:
+        """Bytes of completed reads, of all scopes together."""
+        return sum(scope.bytes_read for scope in self.scopes.values())
+
+    @property
     def total(self) -> ScopeStats:
         """All scopes together."""
         summed = ScopeStats()

@@ -255,6 +255,7 @@ def test_json_is_one_object_with_everything(loader: Loader, model: str) -> None:
         "budget_line",
         "notes",
         "speculation",
+        "divergence",
     }
     assert data["text"] == "héllo €"
     assert byte_tokenizer().decode(data["token_ids"]) == data["text"]

@@ -43,19 +43,19 @@ class WithMTP(FakeModel):
     def mtp_position(self) -> int:
         return len(self.rows)
 
-    def mtp_forward(self, tokens_next: Sequence[int], trunk_hidden: Float32) -> Float32:
+    def mtp_forward(self, tokens_next: Sequence[int], trunk_hidden: Float32, *, logits: str = "all") -> Float32:
         assert len(tokens_next) == len(trunk_hidden)
         self.widths.append(len(tokens_next))
-        logits, own = [], []
+        rows, own = [], []
         for token, hidden in zip(tokens_next, trunk_hidden, strict=True):
             row = len(self.rows)
             self.rows.append((int(token), tuple(hidden.tolist())))
             own.append((-float(row), -float(token)))
             scores = np.zeros(self.config.vocab_size, np.float32)
             scores[self._answer.get(row + 2, 0) if row % 3 and row % 7 else 0] = 50.0
-            logits.append(scores)
+            rows.append(scores)
         self.mtp_hidden = np.array(own, np.float32)
-        return np.stack(logits)
+        return np.stack(rows[-1:] if logits == "last" else rows)
 
     def mtp_rewind(self, n: int) -> None:
         assert 0 <= n <= len(self.rows)
@@ -103,9 +103,9 @@ def test_deeper_guesses_hang_on_the_block_itself() -> None:
     seen: list[tuple[float, ...]] = []
 
     class Watching(WithMTP):
-        def mtp_forward(self, tokens_next: Sequence[int], trunk_hidden: Float32) -> Float32:
+        def mtp_forward(self, tokens_next: Sequence[int], trunk_hidden: Float32, *, logits: str = "all") -> Float32:
             seen.append(tuple(trunk_hidden[-1].tolist()))
-            return super().mtp_forward(tokens_next, trunk_hidden)
+            return super().mtp_forward(tokens_next, trunk_hidden, logits=logits)
 
     model = Watching({})
     drafter = MTPDrafter(model, SamplingOptions())
@@ -121,11 +121,11 @@ def test_an_interrupted_guess_can_be_made_again() -> None:
     class Interrupted(WithMTP):
         asked = 0
 
-        def mtp_forward(self, tokens_next: Sequence[int], trunk_hidden: Float32) -> Float32:
+        def mtp_forward(self, tokens_next: Sequence[int], trunk_hidden: Float32, *, logits: str = "all") -> Float32:
             self.asked += 1
             if self.asked in (1, 3):
                 raise KeyboardInterrupt
-            return super().mtp_forward(tokens_next, trunk_hidden)
+            return super().mtp_forward(tokens_next, trunk_hidden, logits=logits)
 
     model = Interrupted({})
     drafter = MTPDrafter(model, SamplingOptions())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,23 +10,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from choosing import Random
 from doctored_models import RowsTogether
 from engine_models import EVEN, ODD, converted, random_tokens
-from model_runs import REPRODUCIBLE
-from speculation_checks import Forced, Plain, Repeats, decode_plainly, differences, inconsistencies
+from speculation_checks import Forced, Plain, decode_plainly, differences, inconsistencies
+from speculation_runs import DRAFTERS, Outcome, by_depth, make_speculation, outcome_of
 
 import colibri_jax
-from colibri_jax import _native
 from colibri_jax.cli.options import SHIPPED_MODEL
 from colibri_jax.config import ModelConfig
 from colibri_jax.errors import OptionError
-from colibri_jax.generate.drafters import Draft, Drafter, LookupDrafter, MTPDrafter
+from colibri_jax.generate.drafters import Draft, MTPDrafter
 from colibri_jax.generate.loop import GenerateOptions, generate
 from colibri_jax.generate.sampling import SamplingOptions
 from colibri_jax.generate.speculate import SpeculationOptions, Speculator
-from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope
+from colibri_jax.routing_spec import SCOPES, RoutingOptions
 
 Rng = np.random.Generator
 
@@ -36,90 +36,40 @@ def container(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return converted(tmp_path_factory.mktemp(request.param), config), config
 
 
-def routing_of(rng: Rng, experts: int, top_k: int) -> tuple[RoutingOptions, tuple[Scope, ...]]:
-    policy = rng.choice(REPRODUCIBLE)
-    routing = RoutingOptions(
-        expert_topk=int(rng.choice([0, 0, 0, top_k - 1])),
-        expert_topp=float(rng.choice([0.0, 0.0, 0.7])),
-        budget=int(rng.choice([0, 1, 2, top_k - 1, top_k, experts])),
-        policy=policy,
-        denominator=rng.choice(["survivors", "frozen"]),
-        vote=rng.choice(["weights", "all_scores"]),
-        floor=int(rng.choice([1, 2])),
-        coverage=float(rng.choice([0.5, 0.8])) if policy == "coverage" else 1.0,
-    )
-    scopes: list[tuple[Scope, ...]] = [("decode",), ("decode",), SCOPES, ("verify",)]
-    return routing, scopes[rng.integers(len(scopes))]
-
-
-def setup_of(rng: Rng, experts: int) -> dict[str, Any]:
-    return {
-        "cache_experts": int(rng.choice([1, 2, experts])),
-        "threads": int(rng.choice([1, 2])),
-        "isa": str(rng.choice(_native.kernels.available_isas())),
-        "pipe": bool(rng.integers(2)),
-        "pilot": bool(rng.integers(2)),
-    }
-
-
-KINDS = ("oracle", "some", "wrong", "repeats", "lookup", "some")
-
-
-def drafter_of(rng: Rng, kind: str, plain: Plain, vocabulary: int) -> Drafter:
-    if kind == "repeats":
-        return Repeats()
-    if kind == "lookup":
-        return LookupDrafter(longest=2, shortest=1)
-    wrong = {"oracle": 0.0, "wrong": 1.0, "some": 0.25}[kind]
-    spoilt: npt.NDArray[np.bool_] = rng.random(256) < wrong
-    return Forced(plain.answer, 0, vocabulary, lambda position: bool(spoilt[position]), fewer=bool(rng.integers(2)))
-
-
-def trial(
+def outcome(
     container: tuple[Path, dict[str, Any]], seed: int, doctored: Callable[[Any], Any] = lambda lm: lm, **fixed: Any
-) -> tuple[list[str], Counter[str]]:
-    """One run with drafts against one without, each with an engine set-up of its own."""
-    (path, config), rng = container, np.random.default_rng(seed)
-    routing, scopes = routing_of(rng, config["n_routed_experts"], config["num_experts_per_tok"])
-    common: dict[str, Any] = {"routing": routing, "budget_scopes": scopes, "context_positions": 64, **fixed}
-    sampling = SamplingOptions(temperature=float(rng.choice([0.0, 1.0])), top_p=float(rng.choice([1.0, 0.8])), seed=seed)
-    options = GenerateOptions(max_new_tokens=int(rng.integers(20, 50)), prefill_chunk=int(rng.choice([3, 512])), sampling=sampling)
-    prompt = random_tokens(config, int(rng.integers(1, 12)), seed)
-    plain = decode_plainly(colibri_jax.load(path, **common, **setup_of(rng, config["n_routed_experts"])), prompt, options)
-    lm = colibri_jax.load(path, **common, **setup_of(rng, config["n_routed_experts"]))
-    speculation = SpeculationOptions(depth=1 + seed % 8, pausing=bool(rng.integers(3) == 0))
-    drafter = drafter_of(rng, KINDS[seed // 8 % len(KINDS)], plain, config["vocab_size"])
-    found, stats = differences(plain, doctored(lm), drafter, prompt, options, speculation)
-    verified = lm.stats.scopes["verify"]
-    counts = Counter(
-        tokens=stats.emitted_tokens,
-        accepted=sum(stats.accepted),
-        rejected=sum(stats.rejected),
-        deepest_accepted=stats.accepted[-1] if stats.depth == 8 else 0,
-        layer_steps=verified.layer_steps,
-        acted=verified.budget_acted_layer_steps,
+) -> tuple[list[str], Outcome]:
+    """One run with drafts against one without, each with an engine set-up of its own; every depth and drafter in turn."""
+    path, config = container[0], ModelConfig.from_hf(container[1])
+    kinds = DRAFTERS if config.n_mtp_layers else DRAFTERS[:-1]
+    run = make_speculation(
+        Random(np.random.default_rng(seed)), config, 1 + seed % 8, pausing=seed % 3 == 0, drafter=kinds[seed // 8 % len(kinds)]
     )
-    return [f"seed {seed}: {fault}" for fault in found + inconsistencies(stats)], counts
+    run = dataclasses.replace(run, **fixed)
+    found = outcome_of(path, config, run, doctored)
+    return [f"seed {seed}, {run.drafter}: {fault}" for fault in found.faults], found
 
 
 def test_tokens_and_logits_are_those_without_drafts(container: tuple[Path, dict[str, Any]]) -> None:
     total: Counter[str] = Counter()
-    for seed in range(48):  # every depth with every kind of drafter
-        found, counts = trial(container, seed)
-        assert found == []
-        total.update(counts)
+    for seed in range(8 * len(DRAFTERS)):
+        faults, found = outcome(container, seed)
+        assert faults == []
+        stats = found.stats
+        total.update(tokens=stats.emitted_tokens, accepted=sum(stats.accepted), rejected=sum(stats.rejected))
+        total.update(deepest=int(by_depth(stats, "accepted")[-1]), layer_steps=found.layer_steps, acted=found.acted)
     # The runs are told apart from runs in which nothing happens.
     assert total["tokens"] > 1200
     assert min(total["accepted"], total["rejected"]) > 100
-    assert total["deepest_accepted"] > 0
+    assert total["deepest"] > 0
     assert total["acted"] > 0.3 * total["layer_steps"]
 
 
 def test_rows_routed_with_their_neighbours_are_seen(container: tuple[Path, dict[str, Any]]) -> None:
-    fixed: dict[str, Any] = {"routing": RoutingOptions(budget=2), "budget_scopes": SCOPES}
+    fixed: dict[str, Any] = {"routing": RoutingOptions(budget=2), "scopes": SCOPES}
     seeds = range(3, 60, 5)
-    assert [trial(container, seed, **fixed)[0] for seed in seeds] == [[]] * len(seeds)
-    seen = [seed for seed in seeds if trial(container, seed, RowsTogether, **fixed)[0]]
+    assert [outcome(container, seed, **fixed)[0] for seed in seeds] == [[]] * len(seeds)
+    seen = [seed for seed in seeds if outcome(container, seed, RowsTogether, **fixed)[0]]
     assert len(seen) > len(seeds) / 3
 
 
@@ -161,7 +111,7 @@ def test_union_repeats_with_pausing(container: tuple[Path, dict[str, Any]]) -> N
         answer = generate(lm, random_tokens(config, 6), GenerateOptions(max_new_tokens=100), make=speculator.tokens)
         made.append((answer, speculator.stats.pauses, speculator.stats.verification_steps))
     assert made[0] == made[1]
-    assert "experts per token with drafts" in made[0][1][0].reason
+    assert "experts' worth per token with drafts" in made[0][1][0].reason
 
 
 # ---- MTP ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from choosing import Chooser
 from model_shapes import POSITIONS, Shape
 
 from colibri_jax import _native
+from colibri_jax.config import ModelConfig
 from colibri_jax.routing_spec import SCOPES, Policy, RoutingOptions, Scope
 
 REPRODUCIBLE: tuple[Policy, ...] = ("aggregate", "floor", "substitute", "coverage", "per_position")
@@ -63,10 +64,10 @@ def make_run(c: Chooser, shape: Shape, rows: tuple[int, ...] | None = None) -> R
         left -= cuts[-1]
     return Run(
         steps=steps,
-        routing=make_routing(c, shape),
+        routing=make_routing(c, shape.model),
         scopes=c.pick((SCOPES, SCOPES, ("decode",), ("prefill", "verify"), ("verify",))),
-        setup=_setup(c, shape),
-        other_setup=_setup(c, shape),
+        setup=make_setup(c, shape.model),
+        other_setup=make_setup(c, shape.model),
         cuts=tuple(cuts),
         replay=_tokens(c, shape, c.integer(1, 3)),
     )
@@ -103,9 +104,8 @@ def _tokens(c: Chooser, shape: Shape, n: int) -> tuple[int, ...]:
     return tuple((first + stride * i * (i + 3)) % vocabulary for i in range(n))
 
 
-def make_routing(c: Chooser, shape: Shape) -> RoutingOptions:
+def make_routing(c: Chooser, model: ModelConfig) -> RoutingOptions:
     """Budgets off, small, around what a step uses, or one per layer; TOPK and TOPP mostly off."""
-    model = shape.model
     experts, top_k, layers = model.moe.n_experts, model.moe.router.top_k, len(model.moe_layers)
 
     def budget() -> int:
@@ -124,8 +124,9 @@ def make_routing(c: Chooser, shape: Shape) -> RoutingOptions:
     )
 
 
-def _setup(c: Chooser, shape: Shape) -> dict[str, Any]:
-    experts = shape.model.moe.n_experts
+def make_setup(c: Chooser, model: ModelConfig) -> dict[str, Any]:
+    """Options of the native engine, which may change no bit."""
+    experts = model.moe.n_experts
     return {
         "cache_experts": c.pick((1, c.integer(1, experts), experts)),
         "threads": c.pick((1, 2, 3)),

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 
 import colibri_jax
@@ -30,6 +32,7 @@ from colibri_jax.cli.speculation import draft_from, speculation_options
 from colibri_jax.config import ModelConfig
 from colibri_jax.container.directory import read_config
 from colibri_jax.errors import MissingFileError, OptionError
+from colibri_jax.generate.divergence import divergence
 from colibri_jax.generate.drafters import Drafter, LookupDrafter, MTPDrafter, check_mtp
 from colibri_jax.generate.loop import DEFAULT_PREFILL_CHUNK, GenerateOptions, check_prompt, tokens
 from colibri_jax.generate.loop import generate as run_loop
@@ -72,8 +75,8 @@ Drafts
   exact routes each verified row as decoding it would, so text and logits stay
   as they are, bit for bit. --speculation union is LOSSY: the verified rows share
   one budget (--budget-scope verify), and the text becomes another. Guessing
-  pauses where it loses: judged by time in exact mode, by counts of experts in
-  union mode, so that a run repeats.
+  pauses where it loses: judged by time in exact mode, by counts of experts and
+  rows in union mode, so that a run repeats.
 \b
 Environment
   SNAP, PROMPT, NGEN, EXPERT_BUDGET, TOPK, TOPP, CAP, RAM_GB, READER, PIPE,
@@ -135,10 +138,13 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
     )
     if draft == "mtp":
         check_mtp(config)
+    if value["divergence"] and (draft == "off" or speculation.speculation == "exact"):
+        expected = "together with --draft and --speculation union"
+        raise OptionError("nothing strays from exact decoding", where="--divergence", expected=expected, got=f"--draft {draft}, exact")
     if draft != "off" and speculation.speculation == "exact":
         check_rows_alone(routing)
     notes = _notes(config, routing, scopes, options, largest_prefill_step=min(run.prefill_chunk, len(prompt_ids)))
-    drafting = {"draft_depth", "speculation", "acceptance", "pausing"}
+    drafting = {"draft_depth", "speculation", "acceptance", "pausing", "divergence"}
     hidden = {"prompt", "system", "mtp", "as_json"} | (drafting if draft == "off" else set()) | (set() if value["raw"] else {"raw"})
     shown = {name: option for name, option in options.items() if name not in hidden}
     click.echo(describe_options(shown), err=True)
@@ -155,8 +161,22 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
         arguments["mtp"] = True
     lm = colibri_jax.load(directory, routing=routing, budget_scopes=scopes, context_positions=context, **arguments)
     click.echo(_describe_engine(lm.stats), err=True)
-    speculator = None if draft == "off" else Speculator(lm, _drafter(draft, lm, sampling, speculation), speculation)
-    report = _run(lm, tokenizer, prompt_ids, run, options=options, notes=notes, stream=not value["as_json"], speculator=speculator)
+    chosen_from: dict[int, npt.NDArray[np.float32]] | None = {} if value["divergence"] else None
+    speculator = None
+    if draft != "off":
+        keep = None if chosen_from is None else chosen_from.__setitem__
+        speculator = Speculator(lm, _drafter(draft, lm, sampling, speculation), speculation, on_logits=keep)
+    report = _run(
+        lm,
+        tokenizer,
+        prompt_ids,
+        run,
+        options=options,
+        notes=notes,
+        stream=not value["as_json"],
+        speculator=speculator,
+        chosen_from=chosen_from,
+    )
     _print_report(report, as_json=value["as_json"])
     if usage is not None:
         from colibri_jax.engine.session import NativeModel
@@ -177,6 +197,7 @@ def _run(
     notes: tuple[str, ...],
     stream: bool,
     speculator: Speculator | None,
+    chosen_from: Mapping[int, npt.NDArray[np.float32]] | None,
 ) -> RunReport:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to lose the answer
@@ -194,15 +215,20 @@ def _run(
     emit(decoder.flush())
     if stream:
         click.echo()
+    stats = lm.stats  # of the run: looking for divergence is none of it
+    strayed = None
+    if chosen_from is not None and generation.stop_reason != "interrupted":
+        strayed = divergence(lm, generation.prompt_tokens, generation.all_tokens, chosen_from, run.sampling)
     return RunReport(
         generation=generation,
         text="".join(pieces),
-        stats=lm.stats,
+        stats=stats,
         routing=lm.routing,
         budget_scopes=lm.budget_scopes,
         options=options,
         notes=notes,
         speculation=None if speculator is None else speculator.stats,
+        divergence=strayed,
     )
 
 
@@ -216,6 +242,8 @@ def _print_report(report: RunReport, *, as_json: bool) -> None:
     console.print(f"{len(report.generation.tokens)} new tokens; ended by {report.generation.stop_reason.replace('_', ' ')}", markup=False)
     if report.speculation is not None:
         click.echo("\n".join(report.speculation.lines()), err=True)
+    if report.divergence is not None:
+        click.echo(report.divergence.line(), err=True)
     line = report.budget_line()
     if line is not None:
         click.echo(line, err=True)

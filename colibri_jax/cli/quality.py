@@ -38,7 +38,7 @@ T = TypeVar("T")
 EXIT_CONTROL = 1
 # Named here too, because `--help` shall not wait for the package that defines them; a test compares.
 STEP_KINDS = ("decode", "verify", "prefill", "prefill_then_decode", "all")
-TABLE_WIDTH = 150
+TABLE_WIDTH = 220
 
 EPILOG = """\b
 Lists are separated by commas; every combination is measured. A budget may be a
@@ -59,7 +59,7 @@ Figures, per token, against the same engine without a budget
   KLD        KL(off || cut) in nats; the errors are those of independent tokens,
              in brackets those of independent windows
   same top   share of tokens whose most probable successor is the same
-  PPL x      perplexity against off
+  PPL x      perplexity against off; "corr." is that of the tokens' NLLs
   experts    distinct experts per layer and step, against off in the same steps;
              "bytes" are their bytes, as if nothing were cached
   mass       share of router scores kept; "emptied" are positions per layer left
@@ -155,7 +155,11 @@ def how_to_run(command: Command) -> Command:
             click.option("--resume", type=click.Path(file_okay=False, path_type=Path), help="Keep results of windows here."),
             click.option("--backend", type=click.Choice(["native", "reference"]), default="native", show_default=True),
             click.option("--precision", type=click.Choice(["w4a8", "w4a32"]), default="w4a8", show_default=True, help="Of activations."),
-            click.option("--cache-experts", type=click.IntRange(min=1), help="Experts kept in memory per layer; changes no figure."),
+            click.option(
+                "--cache-experts",
+                type=click.IntRange(min=1),
+                help="Experts kept in memory per layer; changes no figure but those of resident.",
+            ),
             ram_option("Memory that the engine may allocate, instead of a count of experts."),
             click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine."),
             group_size_option,
@@ -249,7 +253,8 @@ def show(report: QualityReport) -> None:
     console = Console()
     # A pipe has no width of its own, and 80 columns would cut the figures.
     console = console if console.is_terminal else Console(width=TABLE_WIDTH)
-    for table in (_main_table(report.rows), _spread_table(report.rows), _layer_table(report.rows)):
+    runs = [row for row in report.rows if row.run_as is None]
+    for table in (_main_table(report.rows), _spread_table(runs), _layer_table(runs)):
         console.print(table)
     for row in report.rows:
         if row.run_as is not None:
@@ -263,7 +268,8 @@ def show(report: QualityReport) -> None:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table("setting", title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", collapse_padding=True)
+    table.add_column("setting", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right")
     return table
@@ -299,12 +305,15 @@ def _main_table(rows: Sequence[Row]) -> Table:
 def _spread_table(rows: Sequence[Row]) -> Table:
     from colibri_jax.quality.statistics import PERCENTILES
 
-    table = _table("Percentiles of KLD, and probabilities of the true token", *PERCENTILES, "mean Δp", "RMS Δp", "PPL", "log-PPL corr.")
+    table = _table("Percentiles of KLD, and probabilities of the true token", *PERCENTILES, "mean Δp", "RMS Δp", "PPL", "corr.")
     for row in rows:
         s = row.summary
         table.add_row(
             _name(row),
-            *(f"{s.kld_percentiles[name]:.2g}" for name in PERCENTILES),
+            *(
+                f"{s.kld_percentiles[name]:.1e}" if s.kld_percentiles[name] < 1e-3 else f"{s.kld_percentiles[name]:.3f}"
+                for name in PERCENTILES
+            ),
             f"{s.delta_p.value:+.2%} ±{s.delta_p.error:.2%}",
             f"{s.delta_p_rms.value:.2%} ±{s.delta_p_rms.error:.2%}",
             f"{s.ppl_cut.value:.2f}",

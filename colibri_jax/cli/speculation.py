@@ -49,6 +49,11 @@ def speculation_options(command: Command) -> Command:
             click.option(
                 "--pausing/--no-pause", default=True, show_default=True, help="Stop guessing for a while where it costs more than it gains."
             ),
+            click.option(
+                "--divergence",
+                is_flag=True,
+                help="After a union answer, run it again exactly and print how far its logits strayed; another pass over the answer.",
+            ),
             click.option("--mtp", type=click.IntRange(0, 1), envvar="MTP", hidden=True),
         ],
         command,

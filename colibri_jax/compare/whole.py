@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colibri_jax.compare.step import Float32, Mask, NativeStep, Walk, finish, follow_layer
+from colibri_jax.logits import kl_divergence, log_softmax
 from colibri_jax.reference.layer import LayerResult
 from colibri_jax.reference.model import ReferenceModel
 from colibri_jax.reference.routing import select_experts
@@ -186,7 +187,7 @@ def _scores(logits: Float32, router: RouterSpec) -> Float64:
     z = logits.astype(np.float64)
     if router.score == "sigmoid":
         return np.asarray(1.0 / (1.0 + np.exp(-z)))
-    return np.exp(_log_softmax(z))
+    return np.exp(log_softmax(z))
 
 
 def relative_error(ours_TX: Float32, theirs_TX: Float32, least: float = 0.0) -> float:
@@ -203,8 +204,7 @@ def _count_logits(step: NativeStep, reference_TW: Float32, result: WholeModel) -
     result.positions += native_TW.shape[0]
     result.equal_positions += int((native_TW == reference_TW).all(axis=1).sum())
     result.worst_logit_error = max(result.worst_logit_error, relative_error(reference_TW, native_TW))
-    base_TW, other_TW = _log_softmax(reference_TW.astype(np.float64)), _log_softmax(native_TW.astype(np.float64))
-    kld_T = (np.exp(base_TW) * (base_TW - other_TW)).sum(axis=1)
+    kld_T = kl_divergence(log_softmax(reference_TW), log_softmax(native_TW))
     result.kld_sum += float(kld_T.sum())
     result.kld_max = max(result.kld_max, float(kld_T.max()))
     other = np.flatnonzero(native_TW.argmax(axis=1) != reference_TW.argmax(axis=1))
@@ -212,8 +212,3 @@ def _count_logits(step: NativeStep, reference_TW: Float32, result: WholeModel) -
         row = int(other[0])
         difference = float(np.abs(native_TW[row] - reference_TW[row]).max())
         result.first_argmax = {"position": step.start + row, "margin": top2_margin(reference_TW[row]), "difference": difference}
-
-
-def _log_softmax(z: Float64) -> Float64:
-    z = z - z.max(axis=-1, keepdims=True)
-    return np.asarray(z - np.log(np.exp(z).sum(axis=-1, keepdims=True)))

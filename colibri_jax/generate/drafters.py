@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -107,8 +107,10 @@ class MTPModel(LanguageModel, Protocol):
     def mtp_position(self) -> int:
         """Rows in the block's cache."""
 
-    def mtp_forward(self, tokens_next: Sequence[int] | npt.NDArray[np.integer], trunk_hidden: Float32) -> Float32:
-        """Append rows to the block's cache; float32 [n, W]."""
+    def mtp_forward(
+        self, tokens_next: Sequence[int] | npt.NDArray[np.integer], trunk_hidden: Float32, *, logits: Literal["all", "last"] = "all"
+    ) -> Float32:
+        """Append rows to the block's cache; float32 [n, W], or [1, W] with `logits="last"`."""
 
     def mtp_rewind(self, n: int) -> None:
         """Drop the block's last n rows."""
@@ -188,6 +190,6 @@ class MTPDrafter:
 
     def _feed(self, tokens: list[int]) -> Float32:
         """Append the first waiting rows, one per token after it; the last one's logits, float32 [W]."""
-        logits_W: Float32 = self._lm.mtp_forward(tokens, np.stack(self._hidden[: len(tokens)]))[-1]
+        logits_W: Float32 = self._lm.mtp_forward(tokens, np.stack(self._hidden[: len(tokens)]), logits="last")[-1]
         del self._hidden[: len(tokens)], self._next[: len(tokens)]
         return logits_W

@@ -52,6 +52,11 @@ class Generation:
     stop_reason: StopReason
     stop_token: int | None = None
 
+    @property
+    def all_tokens(self) -> tuple[int, ...]:
+        """The tokens that were chosen: the answer's, then the stop token."""
+        return self.tokens if self.stop_token is None else (*self.tokens, self.stop_token)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class End:

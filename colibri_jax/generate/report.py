@@ -12,11 +12,12 @@ from typing import Any
 
 from rich.table import Table
 
+from colibri_jax.generate.divergence import Divergence
 from colibri_jax.generate.loop import Generation
 from colibri_jax.generate.notes import budget_is_on, budget_values
 from colibri_jax.generate.speculation_stats import SpeculationStats
-from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope
-from colibri_jax.stats import PHASES, ScopeStats, Stats
+from colibri_jax.routing_spec import RoutingOptions, Scope
+from colibri_jax.stats import PHASES, STATS_SCOPES, ScopeStats, Stats
 
 JSON_SCHEMA = 1
 
@@ -42,6 +43,7 @@ class RunReport:
         options: effective options by name.
         notes: lines that were printed about them.
         speculation: what drafts did; None where there were none.
+        divergence: of lossy verification from exact decoding; None where it was not asked for.
     """
 
     generation: Generation
@@ -52,6 +54,7 @@ class RunReport:
     options: Mapping[str, OptionValue] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     speculation: SpeculationStats | None = None
+    divergence: Divergence | None = None
 
     def budget_line(self) -> str | None:
         """`EXPERT_BUDGET=4 (dropped 13613 experts, ~257.3 GB I/O saved)`; None with the budget off.
@@ -75,11 +78,12 @@ class RunReport:
 
     def table(self) -> Table:
         """A short table, one column per scope in which steps were made."""
-        ran = [scope for scope in SCOPES if self.stats.scopes.get(scope, ScopeStats()).steps]
+        ran = [scope for scope in STATS_SCOPES if self.stats.scopes.get(scope, ScopeStats()).steps]
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=True, header_style="")
         table.add_column("")
         for scope in ran:
-            budgeted = budget_is_on(self.routing) and scope in self.budget_scopes
+            # A draft block's steps have the options of decoding.
+            budgeted = budget_is_on(self.routing) and ("decode" if scope == "draft" else scope) in self.budget_scopes
             table.add_column(f"{scope} (budget)" if budgeted else scope, justify="right")
         for name, cell in _ROWS:
             if self.stats.backend == "reference" and name in _NATIVE_ROWS:
@@ -109,6 +113,7 @@ class RunReport:
             "budget_line": self.budget_line(),
             "notes": list(self.notes),
             "speculation": None if self.speculation is None else self.speculation.to_json(),
+            "divergence": None if self.divergence is None else self.divergence.to_json(),
         }
 
 

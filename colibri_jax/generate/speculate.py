@@ -23,6 +23,7 @@ from colibri_jax.generate.pausing import Pacer
 from colibri_jax.generate.protocol import LanguageModel
 from colibri_jax.generate.sampling import sample
 from colibri_jax.generate.speculation_stats import SpeculationStats
+from colibri_jax.generate.work import work_meter
 from colibri_jax.routing_spec import check_rows_alone
 
 Speculation = Literal["exact", "union"]
@@ -41,7 +42,7 @@ class SpeculationOptions:
         speculation: "exact" or "union" (lossy).
         acceptance: "equal" keeps a draft that is the token that would have been chosen; "resample" is the classical rule, whose
             tokens are distributed alike and are others.
-        pausing: stop drafting while it loses: by time in exact mode, by counts of experts in union mode.
+        pausing: stop drafting while it loses: by time in exact mode, by counts in union mode (`work_meter`).
 
     Raises:
         OptionError: a field is outside its domain.
@@ -87,8 +88,8 @@ class Speculator:
         exact = self._options.speculation == "exact"
         if exact:
             check_rows_alone(lm.routing)
-        self._meter = clock if exact else self._experts_so_far
-        self._pacer = Pacer("s" if exact else "experts", enabled=self._options.pausing)
+        self._meter = clock if exact else work_meter(lm)
+        self._pacer = Pacer("s" if exact else "experts' worth", enabled=self._options.pausing)
         self._on_logits = on_logits
         none = (0,) * self._options.depth
         self._stats = SpeculationStats(
@@ -146,7 +147,7 @@ class Speculator:
 
     def _step(self, fed: list[int], token: int, most: int, options: GenerateOptions) -> list[int]:
         """Feed a token and up to `most` drafts; the tokens that follow, after which the cache holds all of them but the last."""
-        bytes_before, begin = self._lm.stats.total.bytes_read, self._meter()
+        bytes_before, begin = self._lm.stats.bytes_read, self._meter()
         self._drafter.taken(fed)
         wanted = most > 0 and self._pacer.wants_draft()
         draft = self._drafter.draft(token, most) if wanted else Draft()
@@ -166,7 +167,7 @@ class Speculator:
                 paused_steps=int(paused),
                 plain_experts=sum(s.kept.size for s in self._lm.selections),
             )
-        self._count(bytes_read=self._lm.stats.total.bytes_read - bytes_before)
+        self._count(bytes_read=self._lm.stats.bytes_read - bytes_before)
         return chosen
 
     def _verify(self, token: int, draft: Draft, options: GenerateOptions) -> list[int]:
@@ -195,7 +196,3 @@ class Speculator:
 
     def _count(self, **more: int) -> None:
         self._stats = dataclasses.replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
-
-    def _experts_so_far(self) -> float:
-        total = self._lm.stats.total
-        return float(total.kept_experts if self._lm.config.moe_layers else total.positions)

@@ -163,8 +163,8 @@ def panels(report: QualityReport) -> list[Panel]:
             lines.setdefault(rule(row.setting.routing), []).append((row.acting_share, row.summary.kld.value))
     return [
         Panel(
-            f"expert bytes, share of budget off ({where})",
-            "mean KLD, nats",
+            "expert bytes, share of budget off",
+            f"{where}: mean KLD, nats",
             [],
             {name: [kld for _, kld in sorted(points)] for name, points in lines.items()},
             own_x={name: [x for x, _ in sorted(points)] for name, points in lines.items()},

@@ -84,7 +84,7 @@ class ResultStore:
         if file is None or not file.is_file():
             return None
         try:
-            with np.load(file, allow_pickle=False) as arrays:
+            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
                 return _unpacked({name: arrays[name] for name in arrays.files})
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise StoredResultError("a kept result cannot be read", where=str(file), expected="one that this wrote", got=error) from error

@@ -75,8 +75,7 @@ class Plain:
     @property
     def answer(self) -> dict[int, int]:
         """Tokens by absolute position, the stop token included."""
-        tokens = [*self.generation.tokens, *([] if self.generation.stop_token is None else [self.generation.stop_token])]
-        return dict(zip(sorted(self.logits), tokens, strict=True))
+        return dict(zip(sorted(self.logits), self.generation.all_tokens, strict=True))
 
 
 def decode_plainly(lm: LanguageModel, prompt: Sequence[int], options: GenerateOptions) -> Plain:
