@@ -132,7 +132,7 @@ class TaskResult:
     @property
     def chosen(self) -> npt.NDArray[np.int64]:
         """int64 [Q]: the choice with the highest score, ties to the lowest index."""
-        return np.argmax(self.scores, axis=1)
+        return np.asarray(np.argmax(self.scores, axis=1), np.int64)
 
     @property
     def answers(self) -> npt.NDArray[np.int64]:
@@ -142,7 +142,7 @@ class TaskResult:
     @property
     def right(self) -> npt.NDArray[np.bool_]:
         """bool [Q]."""
-        return self.chosen == self.answers
+        return np.asarray(self.chosen == self.answers, np.bool_)
 
     @property
     def accuracy(self) -> Estimate:
@@ -164,7 +164,7 @@ class TaskResult:
     @property
     def chance(self) -> float:
         """What guessing reaches."""
-        return 1.0 / self.scores.shape[1]
+        return 1.0 / len(self.questions[0].choices)
 
     @property
     def void(self) -> str:

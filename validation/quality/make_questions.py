@@ -24,6 +24,7 @@ The rules look at texts alone, never at what a model makes of them. They know tw
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 import re
@@ -83,7 +84,7 @@ COMPUTING_LABELS = [
     )
 ]
 # Two letters or closing marks before the full stop: initials and "e.g." end no sentence.
-SENTENCE_END = re.compile(r"(?<=[\w)\]\"”’%]{2}[.!?]) +(?=[\"“‘(\[]?[A-Z0-9])")
+SENTENCE_END = re.compile(r"(?<!\b[MD]r\.)(?<=[\w)\]\"”’%]{2}[.!?]) +(?=[\"“‘(\[]?[A-Z0-9])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Definition:
     text: str
     general: bool
 
-    @property
+    @functools.cached_property
     def stems(self) -> frozenset[str]:
         """Stems of what headword and definition say."""
         return frozenset(word[:STEM] for word in words(f"{self.term} {self.text}") - words(COMMON_WORDS))
