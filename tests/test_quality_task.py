@@ -409,12 +409,13 @@ def test_the_shipped_model_scores_the_same_in_all_steps_and_less_when_cut() -> N
 
 
 def test_both_backends_score_alike(tmp_path: Path) -> None:
-    container = converted(tmp_path, {**ODD, "vocab_size": 263})
+    small = {**ODD, "vocab_size": 263, "num_hidden_layers": 2, "first_k_dense_replace": 1, "indexer_types": ["full", "full"]}
+    container = converted(tmp_path, small)
     found = []
     for backend, arguments in (("native", {"cache_experts": 4}), ("reference", {})):
         lm: Any = colibri_jax.load(container, backend, "w4a32", **arguments)
         lm.reroute(RoutingOptions(budget=2), DECODE.budget_scopes)
-        found.append(score_questions(lm, TOKENIZER, QUESTIONS[2:3], DECODE))
+        found.append(score_questions(lm, TOKENIZER, QUESTIONS[3:], DECODE, neutral="What is dew?"))
     native, reference = found
     assert native.chosen.tolist() == reference.chosen.tolist()
     assert native.log_likelihoods == pytest.approx(reference.log_likelihoods, rel=1e-4)
