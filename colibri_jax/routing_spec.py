@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -19,20 +19,25 @@ from colibri_jax.errors import ConfigError, FencedOptionError, OptionError, Shap
 
 Score = Literal["sigmoid", "softmax"]
 Scope = Literal["prefill", "decode", "verify"]
-Policy = Literal["aggregate", "floor", "substitute", "coverage", "per_position", "resident"]
+Policy = Literal["aggregate", "floor", "substitute", "coverage", "per_position", "resident", "cache_route"]
 Denominator = Literal["survivors", "frozen"]
 Vote = Literal["weights", "all_scores"]
 Rows = Literal["together", "alone"]
 """Whether the rows of a step share its budget, or each is routed as a step of one row under the options of scope `decode`."""
+RowVotes = Sequence[int] | npt.NDArray[np.integer] | None
+"""What each row of a step weighs in its votes, in units of 2^-16, 0 to `FULL_VOTE`; None gives every row a full vote."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
-# Their kept set is no function of logits and options alone; they exist for comparison.
-IRREPRODUCIBLE_POLICIES: tuple[Policy, ...] = ("resident",)
+# What they keep is no function of logits and options alone; they exist for comparison.
+IRREPRODUCIBLE_POLICIES: tuple[Policy, ...] = ("resident", "cache_route")
 
 # Weights are voted in units of 2^-32 as int64; a scaling factor below 2^10 keeps every sum of a step exact.
 MAX_SCALING_FACTOR = 2.0**10
+FULL_VOTE = 2**16
+# A weight is at most 2^42 of those units and a score 2^32, so that a row adds at most 2^58 to an expert's weighed votes: int64 holds 31.
+MOST_VOTING_ROWS = 31
 # A softmax sums exponentials in units of 2^-50 as int64, which holds fewer than 2^13 ones.
 MAX_SOFTMAX_EXPERTS = 2**13 - 1
 
@@ -128,15 +133,17 @@ class RoutingOptions:
         expert_topk: keep at most this many of a position's K experts; 0 is off.
         expert_topp: keep the shortest prefix of a position's experts that holds this share of its score; 0 and 1 are off.
         budget: most distinct experts a layer may use in one step, N; 0 is off. A tuple gives one N per MoE layer.
-        policy: which experts the budget keeps.
+        policy: which experts the budget keeps; `cache_route` has no budget, it exchanges experts for cached ones.
         denominator: what surviving scores are divided by where the router normalises.
         vote: what an expert's aggregate sums: final weights, or the scores of all experts.
         floor: experts of every position that `floor`-type policies always keep.
         coverage: share of the aggregate that `coverage` keeps.
+        route_top: experts of every position that `cache_route` never exchanges, J: its best by choice.
+        route_within: places of a position's ranking among which `cache_route` prefers cached experts, M; 0 is off.
         allow_irreproducible: permits policies whose result depends on the cache.
 
     Raises:
-        OptionError: a field is outside its domain.
+        OptionError: a field is outside its domain, or a policy without a budget is given one.
         FencedOptionError: the policy is irreproducible and that was not allowed.
     """
 
@@ -148,13 +155,16 @@ class RoutingOptions:
     vote: Vote = "weights"
     floor: int = 1
     coverage: float = 1.0
+    route_top: int = 2
+    route_within: int = 12
     allow_irreproducible: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("expert_topk", "floor"):
+        for field in ("expert_topk", "floor", "route_top", "route_within"):
             object.__setattr__(self, field, whole_number(getattr(self, field), field))
-        if self.expert_topk < 0:
-            raise OptionError("negative count", where="expert_topk", expected="0 (off) or more", got=self.expert_topk)
+        for field in ("expert_topk", "route_top", "route_within"):
+            if getattr(self, field) < 0:
+                raise OptionError("negative count", where=field, expected="0 (off) or more", got=getattr(self, field))
         if not (math.isfinite(self.expert_topp) and 0.0 <= self.expert_topp <= 1.0):
             raise OptionError("share out of range", where="expert_topp", expected="0 to 1 (0 and 1 are off)", got=self.expert_topp)
         many = isinstance(self.budget, Collection) and not isinstance(self.budget, str)
@@ -169,6 +179,8 @@ class RoutingOptions:
         if self.policy in IRREPRODUCIBLE_POLICIES and not self.allow_irreproducible:
             what = "the output of this policy depends on what the cache holds"
             raise FencedOptionError(what, where="policy", expected="allow_irreproducible=True", got=self.policy)
+        if self.policy == "cache_route" and any(self.budget if isinstance(self.budget, tuple) else (self.budget,)):
+            raise OptionError("the policy has no budget", where="budget, policy", expected="0 (off) with cache_route", got=self.budget)
         if self.floor < 1:
             raise OptionError("floor out of range", where="floor", expected="1 or more", got=self.floor)
         if not 0.0 < self.coverage <= 1.0:
@@ -176,7 +188,8 @@ class RoutingOptions:
 
     def without_budget(self) -> RoutingOptions:
         """The same options with the budget off; TOPK and TOPP stay, they act in every scope."""
-        return dataclasses.replace(self, budget=0, coverage=1.0)
+        within = 0 if self.policy == "cache_route" else self.route_within
+        return dataclasses.replace(self, budget=0, coverage=1.0, route_within=within)
 
     def for_layer(self, moe_index: int) -> RoutingOptions:
         """These options with the scalar budget of one MoE layer (0 is the first layer that has a router)."""
@@ -232,7 +245,7 @@ class Selection:
         kept: int32, ascending: experts used by any position.
         union_size: distinct experts before the budget.
         dropped: distinct experts that were in the union and are not kept.
-        dropped_slots: (position, expert) pairs that the budget took away.
+        dropped_slots: (position, expert) pairs that the budget took away, or that were exchanged.
         emptied_positions: positions left without a routed expert.
         mass_kept: sum of the scores used over the sum of the scores after TOPP; 1 where both are 0.
 
@@ -278,12 +291,12 @@ def check_scopes(scopes: Iterable[str]) -> frozenset[Scope]:
     return cast(frozenset[Scope], chosen)
 
 
-def check_step(scope: str, logits: str, rows: str, options: RoutingOptions) -> None:
+def check_step(scope: str, logits: str, rows: str, options: RoutingOptions, row_votes: RowVotes = None) -> None:
     """Check the choices that every forward call makes.
 
     Raises:
         OptionError: one is unknown, or rows are to be routed alone in another scope than `verify` or by a policy that looks at
-            the cache.
+            the cache, or votes are weighed where rows are not verified together.
     """
     for where, value, known in (("scope", scope, SCOPES), ("logits", logits, ("all", "last")), ("rows", rows, get_args(Rows))):
         if value not in known:
@@ -292,6 +305,44 @@ def check_step(scope: str, logits: str, rows: str, options: RoutingOptions) -> N
         raise OptionError("rows are routed alone in verification", where="rows, scope", expected="alone, verify", got=(rows, scope))
     if rows == "alone":
         check_rows_alone(options)
+    if row_votes is not None and (scope, rows) != ("verify", "together"):
+        what = "votes are weighed where rows are verified together"
+        raise OptionError(what, where="row_votes, scope, rows", expected=("verify", "together"), got=(scope, rows))
+
+
+def most_voting_rows(router: RouterSpec, options: RoutingOptions, n_experts: int) -> int:
+    """Rows of a step whose weighed votes int64 adds up exactly, whatever the logits."""
+    if options.policy != "coverage":
+        return MOST_VOTING_ROWS
+    # ΣA runs over experts too. What the scores or weights of one row can sum to:
+    if options.vote == "all_scores":
+        mass = 1.0 if router.score == "softmax" else float(n_experts)
+    else:
+        mass = router.routed_scaling_factor * (1 if router.norm_topk_prob or router.score == "softmax" else router.top_k)
+    # The 32nd row that int64 has room for is left to the roundings.
+    return min(MOST_VOTING_ROWS, math.floor(MOST_VOTING_ROWS * MAX_SCALING_FACTOR / mass))
+
+
+def check_row_votes(
+    row_votes: RowVotes, positions: int, router: RouterSpec, options: RoutingOptions, n_experts: int
+) -> npt.NDArray[np.int64] | None:
+    """Row votes as int64 [S]; None stays None.
+
+    Raises:
+        ShapeError: not one whole number per position.
+        OptionError: one is out of range, or there are more rows than votes are exact for.
+    """
+    if row_votes is None:
+        return None
+    votes = np.asarray(row_votes)
+    if votes.shape != (positions,) or votes.dtype.kind not in "iu":
+        raise ShapeError("row votes", where="row_votes", expected=f"integers [{positions}]", got=f"{votes.dtype} {list(votes.shape)}")
+    if votes.min() < 0 or votes.max() > FULL_VOTE:
+        raise OptionError("vote of a row out of range", where="row_votes", expected=f"0 to {FULL_VOTE}", got=votes.tolist())
+    most = most_voting_rows(router, options, n_experts)
+    if positions > most:
+        raise OptionError("weighed votes of so many rows are not exact", where="row_votes", expected=f"at most {most} rows", got=positions)
+    return votes.astype(np.int64)
 
 
 def check_rows_alone(options: RoutingOptions) -> None:

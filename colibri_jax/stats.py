@@ -59,6 +59,9 @@ class ScopeStats:
     """Sum of distinct experts after the budget."""
     dropped_experts: int = 0
     dropped_slots: int = 0
+    """(Position, expert) pairs that the budget took away, or that policy cache_route exchanged."""
+    routed_slots: int = 0
+    """(Position, expert) pairs in use after that. Policy cache_route leaves every position as many as it had."""
     emptied_positions: int = 0
     mass_kept_sum: float = 0.0
     """Sum over layer steps of the share of router mass kept; `mass_kept` is its mean."""
@@ -69,6 +72,11 @@ class ScopeStats:
     def mass_kept(self) -> float:
         """Mean share of router mass that the budget left, 1.0 before any step."""
         return self.mass_kept_sum / self.layer_steps if self.layer_steps else 1.0
+
+    @property
+    def swap_share(self) -> float:
+        """Of policy cache_route: pairs exchanged over pairs in use; what agrees with the true routing is the rest. 0.0 before any step."""
+        return self.dropped_slots / self.routed_slots if self.routed_slots else 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -102,6 +110,7 @@ class ScopeStats:
                     kept_experts=s.kept.size,
                     dropped_experts=s.dropped,
                     dropped_slots=s.dropped_slots,
+                    routed_slots=int((s.ids >= 0).sum()),
                     emptied_positions=s.emptied_positions,
                     mass_kept_sum=s.mass_kept,
                 )

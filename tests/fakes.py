@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from colibri_jax.config import ModelConfig
 from colibri_jax.errors import ContextOverflowError, TokenError
 from colibri_jax.generate.protocol import LanguageModel
-from colibri_jax.routing_spec import RoutingOptions, Rows, Scope, Selection, check_step
+from colibri_jax.routing_spec import RoutingOptions, Rows, RowVotes, Scope, Selection, check_step
 from colibri_jax.stats import ScopeStats, Stats
 
 # A Hugging Face configuration small enough to read at a glance; top 8 of 64 experts.
@@ -145,8 +145,9 @@ class FakeModel:
         scope: Scope,
         logits: Literal["all", "last"] = "all",
         rows: Rows = "together",
+        row_votes: RowVotes = None,
     ) -> npt.NDArray[np.float32]:
-        check_step(scope, logits, rows, self.routing)
+        check_step(scope, logits, rows, self.routing, row_votes)
         if len(self.calls) == self._interrupt_at:
             raise KeyboardInterrupt
         new = [int(t) for t in tokens]

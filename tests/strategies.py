@@ -12,7 +12,7 @@ from choosing import Chooser, Random
 from hypothesis import strategies as st
 from oracles import selection as oracle
 
-from colibri_jax.routing_spec import IRREPRODUCIBLE_POLICIES, Policy, RouterSpec, RoutingOptions
+from colibri_jax.routing_spec import FULL_VOTE, IRREPRODUCIBLE_POLICIES, Policy, RouterSpec, RoutingOptions, most_voting_rows
 
 T = TypeVar("T")
 
@@ -22,16 +22,20 @@ GROUPED = ((12, 3), (16, 8), (64, 8), (256, 8))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """One step: float32 logits [S, E], router, options and, for a policy that looks at it, what the cache holds: bool [E]."""
+    """One step: float32 logits [S, E], router, options and, for a policy that looks at it, what the cache holds: bool [E]; int64 [S]
+    row votes or none."""
 
     logits: npt.NDArray[np.float32]
     router: RouterSpec
     options: RoutingOptions
     resident: npt.NDArray[np.bool_] | None = None
+    row_votes: npt.NDArray[np.int64] | None = None
 
     @property
-    def args(self) -> tuple[npt.NDArray[np.float32], RouterSpec, RoutingOptions, npt.NDArray[np.bool_] | None]:
-        return self.logits, self.router, self.options, self.resident
+    def args(
+        self,
+    ) -> tuple[npt.NDArray[np.float32], RouterSpec, RoutingOptions, npt.NDArray[np.bool_] | None, npt.NDArray[np.int64] | None]:
+        return self.logits, self.router, self.options, self.resident, self.row_votes
 
 
 class Drawn:
@@ -81,6 +85,7 @@ def make_case(c: Chooser, max_experts: int, policies: tuple[Policy, ...], max_po
     case = Case(logits, router, options)
     if policies != AGGREGATE:
         case = _with_policy(c, case, experts, c.pick(policies))
+    case = dataclasses.replace(case, row_votes=_row_votes(c, case))
     case = dataclasses.replace(case, options=dataclasses.replace(case.options, budget=_budget(c, case)))
     if case.options.policy == "coverage" and not c.integer(0, 1):
         case = dataclasses.replace(case, options=dataclasses.replace(case.options, coverage=_exact_coverage(c, case)))
@@ -89,7 +94,7 @@ def make_case(c: Chooser, max_experts: int, policies: tuple[Policy, ...], max_po
 
 def _with_policy(c: Chooser, case: Case, experts: int, policy: Policy) -> Case:
     resident = None
-    if policy == "resident":
+    if policy in IRREPRODUCIBLE_POLICIES:
         share = c.pick((0.3, 0.0, 0.7, 1.0))
         resident = np.random.default_rng(c.integer(0, 2**32 - 1)).random(experts) < share
     floor, share = c.pick((1, 2, 3)), c.pick((1.0, 0.5, 0.75, c.integer(1, 1023) / 1024.0, c.integer(1, 999) / 1000.0, 5e-324))
@@ -100,7 +105,27 @@ def _with_policy(c: Chooser, case: Case, experts: int, policy: Policy) -> Case:
     options = dataclasses.replace(
         case.options, policy=policy, floor=floor, coverage=share, expert_topp=topp, allow_irreproducible=policy in IRREPRODUCIBLE_POLICIES
     )
+    if policy == "cache_route":
+        most = case.router.top_k
+        within = c.pick((most + 1, most + 2, c.integer(0, experts + 1), 10**12))
+        options = dataclasses.replace(options, route_top=c.pick((0, 1, c.integer(0, most + 1))), route_within=within)
     return dataclasses.replace(case, options=options, resident=resident)
+
+
+def _row_votes(c: Chooser, case: Case) -> npt.NDArray[np.int64] | None:
+    """None, or votes as far as the step's rows are few enough: full, falling as drafts survive, any, or some without a vote."""
+    positions, experts = case.logits.shape
+    kind = c.pick(("none", "none", "full", "falling", "any", "some"))
+    if kind == "none" or positions > most_voting_rows(case.router, case.options, experts):
+        return None
+    rng = np.random.default_rng(c.integer(0, 2**32 - 1))
+    values = {
+        "full": lambda: np.full(positions, FULL_VOTE),
+        "falling": lambda: np.rint(FULL_VOTE * rng.uniform(0.2, 1.0) ** np.arange(positions)),
+        "any": lambda: rng.integers(0, FULL_VOTE + 1, positions),
+        "some": lambda: rng.choice([0, 1, FULL_VOTE], positions),
+    }
+    return np.asarray(values[kind](), np.int64)
 
 
 def _router(c: Chooser, max_experts: int) -> RouterSpec:
@@ -182,6 +207,8 @@ def _share_of(target: float, total: float) -> float:
 def _budget(c: Chooser, case: Case) -> int:
     """Off, one, any, or around the size of the union; of the largest position under `per_position`."""
     policy = case.options.policy
+    if policy == "cache_route":
+        return 0
     kind = c.pick(("off", "one", "any", "around", "around") if policy == "aggregate" else ("off", "any", "around", "telling", "telling"))
     if kind == "off":
         return 0

@@ -197,7 +197,7 @@ def test_union_says_that_it_is_lossy(loader: Loader, model: str) -> None:
     flags = ["--draft", "lookup", "--speculation", "union", "--budget", "4", "--budget-scope", "verify"]
     result = call("generate", model, "--prompt", "hi", *flags)
     assert "lossy: the rows of a verification share a budget" in result.stderr
-    assert "union (lossy)" in result.stderr
+    assert "union (lossy, votes uniform)" in result.stderr
     text = call("generate", "--help").stdout
     assert "union is lossy" in " ".join(text.split())
     assert "LOSSY" in text
@@ -252,6 +252,7 @@ def test_json_is_one_object_with_everything(loader: Loader, model: str) -> None:
         "engine",
         "scopes",
         "total",
+        "swap_share",
         "budget_line",
         "notes",
         "speculation",

@@ -41,7 +41,8 @@ ALLOWED: dict[str, set[str]] = {
     "compare": LEAVES | {"reference", "container", "engine", "native", "load", "tokenizer", "generate"},
     "quality": LEAVES | {"", "container", "engine", "native", "load", "tokenizer", "generate", "plots"},
     "bench": LEAVES | {"container", "engine", "native", "load", "generate", "plots"},
-    "cli": LEAVES | {"", "reference", "container", "engine", "native", "load", "tokenizer", "generate", "compare", "quality", "bench", "plots"},
+    "cli": LEAVES
+    | {"", "reference", "container", "engine", "native", "load", "tokenizer", "generate", "compare", "quality", "bench", "plots"},
     "": {"errors", "config", "routing_spec", "load"},
 }
 # What a part may import for annotations (`if TYPE_CHECKING`) or by name (`importlib`) only: the front door names everything

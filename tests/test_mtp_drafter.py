@@ -139,12 +139,46 @@ def test_an_interrupted_guess_can_be_made_again() -> None:
     assert model.rows == [(8, (0.0, 7.0)), (9, (1.0, 8.0))]
 
 
-def test_a_block_that_has_not_followed_is_refused() -> None:
-    model = WithMTP({})
-    model.forward([1, 2], scope="prefill")
-    with pytest.raises(OptionError, match="mtp_position"):
-        MTPDrafter(model, SamplingOptions())
+def test_the_block_starts_anew_after_a_pause() -> None:
+    """It does not follow while nothing is guessed, and then has the last 32 positions: the hidden state and the token after each."""
+    model = WithMTP({}, context_positions=256)
+    drafter = MTPDrafter(model, SamplingOptions())
+    tokens = [7 + i % 90 for i in range(150)]
+
+    def take(first: int, last: int) -> None:
+        for token in tokens[first:last]:
+            model.forward([token], scope="decode")
+            drafter.taken([token])
+
+    take(0, 40)
+    drafter.draft(tokens[40], 2)
+    assert model.rows == [(tokens[t + 1], (float(t), float(tokens[t]))) for t in range(40)]
+    take(40, 72)  # not yet a pause
+    drafter.draft(tokens[72], 2)
+    assert len(model.rows) == 72
+    fed = len(model.widths)
+    take(72, 149)
+    assert len(model.widths) == fed
+    assert model.rows == []
+    drafter.draft(tokens[149], 2)
+    assert model.rows == [(tokens[t + 1], (float(t), float(tokens[t]))) for t in range(116, 149)]
+
+
+def test_a_backend_without_the_block_is_refused() -> None:
     plain = FakeModel()
-    plain.config = model.config
+    plain.config = WithMTP({}).config
     with pytest.raises(OptionError, match="one that runs the block"):
         MTPDrafter(plain, SamplingOptions())
+
+
+def test_a_block_that_has_not_followed_starts_anew() -> None:
+    model = WithMTP({}, context_positions=256)
+    model.forward([7, 8, 9], scope="prefill")
+    model.mtp_forward([8, 9], model.hidden[:2])
+    drafter = MTPDrafter(model, SamplingOptions())
+    assert model.rows == []
+    assert drafter.draft(3, 2).tokens == ()
+    model.forward([3, 4], scope="prefill")
+    drafter.taken([3, 4])
+    drafter.draft(5, 2)
+    assert model.rows == [(4, (3.0, 3.0)), (5, (4.0, 4.0))]

@@ -114,8 +114,8 @@ def test_one_step_that_hung_is_no_verdict() -> None:
     def hangs_once(rows: int, position: int) -> float:
         return 1e6 if rows > 1 and 300 <= position < 304 else per_step(rows, 0)
 
-    _, stats = run(hangs_once, lambda p: p % 10 == 0, 2000)
-    assert stats.verified_tokens > 1200
+    _, stats = run(hangs_once, lambda p: p % 10 == 0, 4000)
+    assert stats.verified_tokens > 2400
 
 
 def test_a_pacer_without_plain_steps_judges_nothing() -> None:
@@ -128,8 +128,8 @@ def test_a_pacer_without_plain_steps_judges_nothing() -> None:
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_costs_of_union_are_counts_of_experts(wrong: bool) -> None:
-    """The fake model keeps 8 experts in a decode step and as many in a verification: by that count no draft can lose."""
+def test_costs_of_union_are_counts(wrong: bool) -> None:
+    """The fake model keeps 8 experts in a step of any kind; a verification of four rows loses by their other weights, unless they stay."""
 
     def broken() -> float:
         raise AssertionError("union mode looked at a clock")
@@ -138,5 +138,5 @@ def test_costs_of_union_are_counts_of_experts(wrong: bool) -> None:
     model, drafter = as_language_model(FakeModel()), Forced(plain.answer, 0, 300, lambda _: wrong)
     speculator = Speculator(model, drafter, SpeculationOptions(speculation="union"), clock=broken)
     assert generate(model, PROMPT, GenerateOptions(max_new_tokens=100), make=speculator.tokens) == plain.generation
-    assert speculator.stats.pauses == ()
-    assert speculator.stats.verification_steps > 20
+    assert [pause.at_token < 20 for pause in speculator.stats.pauses] == [True] * wrong
+    assert (speculator.stats.verification_steps > 20) == (not wrong)

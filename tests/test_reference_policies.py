@@ -21,14 +21,15 @@ from strategies import Case, random_case, selection_cases
 
 from colibri_jax.errors import FencedOptionError, OptionError, ShapeError
 from colibri_jax.reference import routing, select_experts
-from colibri_jax.routing_spec import POLICIES, Policy, RouterSpec, RoutingOptions, Selection
+from colibri_jax.routing_spec import IRREPRODUCIBLE_POLICIES, POLICIES, Policy, RouterSpec, RoutingOptions, Selection
 
 UNIQUE = tuple(policy for policy in POLICIES if policy != "aggregate")
+BUDGETED = tuple(policy for policy in POLICIES if policy != "cache_route")
 FLOORED: tuple[Policy, ...] = ("floor", "substitute", "coverage", "per_position")
 EVENTS = (
     *("budget_acts", "budget_tie", "emptied", "first_exceeds", "group_tie", "topp_equality"),
     *("coverage_reached", "coverage_equality", "coverage_capped"),
-    *("newcomer", "short_set", "survivor_replaced", "repick_tie"),
+    *("newcomer", "short_set", "survivor_replaced", "repick_tie", "exchanged"),
 )
 LOGIT_OF_SCORE = {0.0: -110.0, 0.5: 0.0, 1.0: 40.0}
 UNSCALED = {"norm_topk_prob": False}
@@ -42,7 +43,7 @@ def rows(*scores: list[float]) -> npt.NDArray[np.float32]:
 def select(z: npt.NDArray[np.float32], policy: Policy, *, router: dict[str, Any], resident: Any = None, **options: Any) -> Selection:
     """An answer of the reference which the oracle confirms."""
     spec = RouterSpec(**{"score": "sigmoid"} | router)
-    chosen = RoutingOptions(policy=policy, allow_irreproducible=policy == "resident", **options)
+    chosen = RoutingOptions(policy=policy, allow_irreproducible=policy in IRREPRODUCIBLE_POLICIES, **options)
     answer = select_experts(z, spec, chosen, resident)
     mask = None if resident is None else np.isin(np.arange(z.shape[1]), resident)
     assert oracle.select(z, spec, chosen, mask).selection.differences(answer) == []
@@ -298,8 +299,8 @@ def test_resident_is_fenced_and_must_be_told_what_the_cache_holds() -> None:
             select_experts(FOUR, spec, options, wrong)
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "resident"])
-def test_only_resident_looks_at_the_cache(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in IRREPRODUCIBLE_POLICIES])
+def test_only_the_fenced_policies_look_at_the_cache(policy: Policy) -> None:
     spec, options = RouterSpec(score="sigmoid", top_k=2), RoutingOptions(policy=policy, budget=1, coverage=0.5)
     assert select_experts(FOUR, spec, options).differences(select_experts(FOUR, spec, options, [0, 3])) == []
 
@@ -329,7 +330,7 @@ def test_denominator_says_what_is_divided_by(policy: Policy, denominator: Any, n
     assert answer.weights.tolist() == [[2.0 if (denominator, normalise) == ("survivors", True) else 1.0, 0.0]]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", BUDGETED)
 def test_a_budget_of_the_union_changes_nothing_bit_for_bit(policy: Policy) -> None:
     z = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
     resident = [1, 2] if policy == "resident" else None
@@ -358,7 +359,9 @@ def test_kept_mass_is_monotone_in_the_budget(policy: Policy) -> None:
 def test_permuting_positions_permutes_the_selection(policy: Policy) -> None:
     rng = np.random.default_rng(2)
     z, order = (rng.integers(-8, 9, (8, 16)) / 8).astype(np.float32), rng.permutation(8)
-    router, options = {"top_k": 5}, {"budget": 7, "expert_topp": 0.9, "resident": [3, 5] if policy == "resident" else None}
+    resident = [3, 5] if policy in IRREPRODUCIBLE_POLICIES else None
+    options = {"budget": 0 if policy == "cache_route" else 7, "expert_topp": 0.9, "resident": resident}
+    router = {"top_k": 5}
     straight, permuted = select(z, policy, router=router, **options), select(z[order], policy, router=router, **options)
     there_and_back = dataclasses.replace(straight, ids=straight.ids[order], weights=straight.weights[order])
     assert there_and_back.differences(permuted) == []
@@ -369,7 +372,8 @@ def test_the_core_inside_jit_is_the_same_function_and_ignores_padding_rows(polic
     rng = np.random.default_rng(3)
     z = (rng.integers(-16, 17, (7, 24)) / 8).astype(np.float32)
     spec = RouterSpec(score="sigmoid", top_k=5, bias=rng.normal(0, 0.2, 24).astype(np.float32), n_group=4, topk_group=2)
-    options = RoutingOptions(expert_topp=0.8, budget=6, policy=policy, floor=2, coverage=0.7, allow_irreproducible=policy == "resident")
+    fenced: Any = {"policy": policy, "allow_irreproducible": policy in IRREPRODUCIBLE_POLICIES}
+    options = RoutingOptions(expert_topp=0.8, budget=0 if policy == "cache_route" else 6, floor=2, coverage=0.7, **fenced)
     resident = rng.random(24) < 0.3
     padded, real = np.concatenate([z, np.full((3, 24), 9.0, np.float32)]), np.arange(10) < 7
     with jax.enable_x64(True):
@@ -386,7 +390,8 @@ def test_budget_floor_and_coverage_share_one_program() -> None:
     for policy in UNIQUE:
         programs = []
         for n, m, share in ((0, 1, 1.0), (1, 1, 0.5), (3, 2, 0.75)):
-            options = RoutingOptions(policy=policy, budget=n, floor=m, coverage=share, allow_irreproducible=True)
+            budget, routes = (0, {"route_top": m, "route_within": n}) if policy == "cache_route" else (n, {})
+            options = RoutingOptions(policy=policy, budget=budget, floor=m, coverage=share, allow_irreproducible=True, **routes)
             select_experts(z, spec, options, [0])
             programs.append(routing._route_program(16, policy)._cache_size())
         assert programs[0] == programs[-1] > 0

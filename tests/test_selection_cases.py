@@ -28,13 +28,15 @@ def events(
     bias: list[float] | None = None,
     options: dict[str, Any] | None = None,
     resident: list[int] | None = None,
+    row_votes: list[int] | None = None,
     **router: Any,
 ) -> set[str]:
     """Events of one case whose sigmoid scores are the given 0, 0.5 and 1."""
     logits = np.array([[[LOGIT_OF_SCORE[p] for p in row] for row in scores]], np.float32)
     spec = RouterSpec(score="sigmoid", bias=None if bias is None else np.array(bias, np.float32), **router)
-    given = RoutingOptions(allow_irreproducible=True, **(options or {}))
-    reading = sc.read_block(spec, given, logits, None if resident is None else np.array(resident))
+    chosen = RoutingOptions(allow_irreproducible=True, **(options or {}))
+    cached, votes = (None if given is None else np.array(given) for given in (resident, row_votes))
+    reading = sc.read_block(spec, chosen, logits, cached, votes)
     return {event for event, found in reading.events.items() if found[0]}
 
 
@@ -134,8 +136,32 @@ def test_cache_hit_kept() -> None:
     assert events(DISJOINT, top_k=2, options=resident, resident=[2, 3]) == {ACTING, "emptied position", "cache hit kept"}
 
 
+def test_exchanged_for_a_cached_expert() -> None:
+    scores, exchanged = [[1.0, 0.5, 0.0, 0.5]], "exchanged for a cached expert"
+
+    def found(resident: list[int], **more: int) -> set[str]:
+        options = {"policy": "cache_route", "route_top": 1, "route_within": 3, **more}
+        return events(scores, bias=[0, 0.25, 0, 0], top_k=2, options=options, resident=resident)
+
+    assert found([3]) == {ACTING, exchanged}
+    assert found([2]) == set(), "it is the fourth"
+    assert found([2], route_within=4) == {ACTING, exchanged}
+    assert found([3], route_top=2) == set()
+    assert found([1, 3]) == set()
+    assert found([3], route_within=2) == set()
+
+
+def test_row_votes_deciding() -> None:
+    votes = {"top_k": 2, "options": {"budget": 2}}
+    assert "row votes deciding" not in events(DISJOINT, row_votes=[2**16, 2**16], **votes)
+    assert "row votes deciding" not in events(DISJOINT, row_votes=[2, 1], **votes), "the first position wins the tie anyway"
+    assert "row votes deciding" in events(DISJOINT, row_votes=[1, 2], **votes)
+    alone = {"top_k": 2, "options": {"policy": "per_position", "budget": 1}}
+    assert "row votes deciding" not in events(DISJOINT, row_votes=[1, 2], **alone)
+
+
 def test_an_aimed_share_is_met_exactly_in_most_cases_of_its_block() -> None:
-    readings = [(b, sc.read_block(b.router, b.options, b.logits, b.resident)) for b in sc.make_blocks(8000, 5)]
+    readings = [(b, sc.read_block(b.router, b.options, b.logits, b.resident, b.row_votes)) for b in sc.make_blocks(8000, 5)]
     met = [reading.events["coverage stopping at equality"].mean() for _, reading in readings]
     assert max(met) > 0.9
     assert {block.options.policy for block, share in zip((b for b, _ in readings), met, strict=True) if share} == {"coverage"}
@@ -155,6 +181,7 @@ def test_blocks_repeat_and_fill_the_ranges() -> None:
     assert {block.options.denominator for block in blocks} == {"survivors", "frozen"}
     assert {block.options.vote for block in blocks} == {"weights", "all_scores"}
     assert {block.options.policy for block in blocks} == set(POLICIES)
+    assert {block.row_votes is None for block in blocks} == {True, False}
     assert {block.resident.size < block.logits.shape[2] for block in blocks} == {True, False}
     assert sum(len(block.logits) for block in sc.make_blocks(60, 0)) == 60
 

@@ -65,7 +65,7 @@ def explore_selections(number: int, coverage: Coverage) -> None:
         defined, native = colibri_jax.reference.select_experts(*case.args), colibri_jax.native.select_experts(*case.args)
         unequal = defined.differences(native)
         assert not unequal, f"reference and native differ in {', '.join(unequal)}"
-        reading = read_block(case.router, case.options, case.logits[None], case.resident)
+        reading = read_block(case.router, case.options, case.logits[None], case.resident, case.row_votes)
         assert reading.union_size[0] == native.union_size, "the third reading has another union"
         coverage["policy"][case.options.policy] += 1
         coverage["positions"][_bucket(case.logits.shape[0])] += 1

@@ -21,7 +21,6 @@ from typing import Any
 import click
 import numpy as np
 import numpy.typing as npt
-from colibri_jax.quality.windows import read_windows
 from rich.console import Console
 from rich.progress import track
 
@@ -31,6 +30,7 @@ from colibri_jax.generate.drafters import MTPDrafter
 from colibri_jax.generate.loop import GenerateOptions, generate
 from colibri_jax.generate.sampling import SamplingOptions
 from colibri_jax.generate.speculate import SpeculationOptions, Speculator
+from colibri_jax.quality.windows import read_windows
 from colibri_jax.routing_spec import RoutingOptions
 from colibri_jax.tokenizer import ChatTokenizer
 

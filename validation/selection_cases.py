@@ -34,7 +34,18 @@ from selection_reading import EVENTS, Reading, read_block
 
 import colibri_jax
 from colibri_jax.reference.routing import select_many
-from colibri_jax.routing_spec import POLICIES, Denominator, Policy, RouterSpec, RoutingOptions, Score, Selection, Vote
+from colibri_jax.routing_spec import (
+    FULL_VOTE,
+    POLICIES,
+    Denominator,
+    Policy,
+    RouterSpec,
+    RoutingOptions,
+    Score,
+    Selection,
+    Vote,
+    most_voting_rows,
+)
 
 REQUIRED_COARSE_SHARE = 0.30
 CASES_PER_BLOCK = 25
@@ -42,25 +53,26 @@ BLOCKS_PER_FAMILY = 4
 BLOCKS_AT_ONCE = 60
 SHOWN_DIFFERENCES = 10
 
-Case = tuple[npt.NDArray[np.float32], RouterSpec, RoutingOptions, npt.NDArray[np.int32]]
+Case = tuple[npt.NDArray[np.float32], RouterSpec, RoutingOptions, npt.NDArray[np.int32], npt.NDArray[np.int64] | None]
 Select = Callable[[Sequence[Case]], list[Selection]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """Cases that share router, options and cache. `logits` is float32 [B, S, E]; `coarse` says that they lie on a coarse grid."""
+    """Cases that share router, options, cache and row votes. `logits` is float32 [B, S, E]; `coarse`: they lie on a coarse grid."""
 
     number: int
     router: RouterSpec
     options: RoutingOptions
     logits: npt.NDArray[np.float32]
     resident: npt.NDArray[np.int32]
+    row_votes: npt.NDArray[np.int64] | None
     coarse: bool
 
     @property
     def cases(self) -> list[Case]:
         """Arguments of `select_experts`, one tuple a case."""
-        return [(logits, self.router, self.options, self.resident) for logits in self.logits]
+        return [(logits, self.router, self.options, self.resident, self.row_votes) for logits in self.logits]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,26 +218,49 @@ def make_block(seed: int, number: int, cases: int = CASES_PER_BLOCK) -> Block:
         norm_topk_prob=family["norm_topk_prob"],
         routed_scaling_factor=_one_of(rng, 1.0, 1.0, 2.5, float(rng.uniform(0.1, 20)), 1023.0, 2.0**-33),
     )
+    budget = _one_of(rng, 0, n_experts, *(16 * [0] if policy == "coverage" else []), *(_log_uniform(rng, 1, picks) for _ in range(8)))
     options = RoutingOptions(
         expert_topk=family["expert_topk"],
         expert_topp=_one_of(rng, *shares),
-        budget=_one_of(rng, 0, n_experts, *(16 * [0] if policy == "coverage" else []), *(_log_uniform(rng, 1, picks) for _ in range(8))),
+        budget=0 if policy == "cache_route" else budget,
         policy=policy,
         denominator=family["denominator"],
         vote=family["vote"],
         floor=family["floor"],
         coverage=_one_of(rng, 1.0, 0.5, float(rng.uniform(0.01, 0.99))),
+        route_top=_one_of(rng, 0, 1, 2, int(rng.integers(top_k + 2))),
+        route_within=_one_of(rng, 12, top_k + 1, top_k + int(rng.integers(1, 5)), int(rng.integers(n_experts + 2))),
         allow_irreproducible=True,
     )
+    row_votes = _row_votes(rng, positions) if positions <= most_voting_rows(router, options, n_experts) else None
     if aimed:
-        options = dataclasses.replace(options, coverage=_exact_share(rng, router, options, logits[:1]))
+        options = dataclasses.replace(options, coverage=_exact_share(rng, router, options, logits[:1], row_votes))
     resident = rng.permutation(n_experts)[: int(rng.integers(n_experts + 1))].astype(np.int32)
-    return Block(number=number, router=router, options=options, logits=logits, resident=resident, coarse=coarse)
+    return Block(number=number, router=router, options=options, logits=logits, resident=resident, row_votes=row_votes, coarse=coarse)
 
 
-def _exact_share(rng: np.random.Generator, router: RouterSpec, options: RoutingOptions, logits: npt.NDArray[np.float32]) -> float:
+def _row_votes(rng: np.random.Generator, positions: int) -> npt.NDArray[np.int64] | None:
+    kind = int(rng.integers(8))
+    if kind == 0:
+        return np.full(positions, FULL_VOTE)
+    if kind == 1:  # as drafts survive, position by position
+        return np.rint(FULL_VOTE * rng.uniform(0.2, 1.0) ** np.arange(positions)).astype(np.int64)
+    if kind == 2:
+        return rng.integers(0, FULL_VOTE + 1, positions)
+    if kind == 3:  # rows without a vote, and ties between the others
+        return np.array([0, 1, FULL_VOTE])[rng.integers(0, 3, positions)]
+    return None
+
+
+def _exact_share(
+    rng: np.random.Generator,
+    router: RouterSpec,
+    options: RoutingOptions,
+    logits: npt.NDArray[np.float32],
+    row_votes: npt.NDArray[np.int64] | None,
+) -> float:
     """A share of coverage that some number of members of the one case given holds exactly, if a float64 says so; below 1."""
-    reading = read_block(router, options, logits)
+    reading = read_block(router, options, logits, None, row_votes)
     assert reading.running_votes is not None
     held = reading.running_votes[0]
     below = held[(held > 0) & (held < held[-1])]
@@ -272,7 +307,7 @@ class Tally:
         in_order = zip(*answers, strict=True)
         for block in blocks:
             started = time.perf_counter()
-            reading = read_block(block.router, block.options, block.logits, block.resident)
+            reading = read_block(block.router, block.options, block.logits, block.resident, block.row_votes)
             self.seconds["third reading"] += time.perf_counter() - started
             for case in range(len(block.logits)):
                 self._compare_case(block, case, reading, *next(in_order))

@@ -26,6 +26,8 @@ EVENTS = {
     "substitute newcomer": 0.01,
     "per_position acting": 0.02,
     "cache hit kept": 0.01,
+    "row votes deciding": 0.01,
+    "exchanged for a cached expert": 0.02,
 }
 
 
@@ -125,6 +127,20 @@ def _cut_alone(picks: _Picks, options: RoutingOptions) -> tuple[npt.NDArray[np.b
     return picks.by_expert(stays), {"tie at the budget boundary": tie, "per_position acting": acting.any(axis=-1)}
 
 
+def _exchange(
+    picks: _Picks, options: RoutingOptions, resident: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.bool_], dict[str, npt.NDArray[np.bool_]]]:
+    """`cache_route`: experts that each position uses afterwards, bool [B, S, E], and the events."""
+    used = picks.by_expert(picks.alive)
+    column = np.broadcast_to(np.arange(used.shape[-1]), used.shape)
+    place = np.argsort(np.lexsort((column, -picks.choice, ~used), axis=-1), axis=-1)
+    preferred = resident & (place < options.route_within) & np.isfinite(picks.choice)
+    # Lower goes first; what the groups exclude stands last in any ranking.
+    turn = place + place.shape[-1] * np.where(place < options.route_top, 0, np.where(preferred, 1, 2))
+    after = np.argsort(np.argsort(turn, axis=-1), axis=-1) < used.sum(axis=-1, keepdims=True)
+    return after, {"exchanged for a cached expert": (after & ~used).any(axis=(-2, -1))}
+
+
 def _cut_union(
     picks: _Picks, options: RoutingOptions, votes: npt.NDArray[np.int64], resident: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.bool_], dict[str, npt.NDArray[np.bool_]], npt.NDArray[np.float64]]:
@@ -186,13 +202,18 @@ def _cut_union(
 
 
 def read_block(
-    router: RouterSpec, options: RoutingOptions, logits: npt.NDArray[np.float32], resident: npt.NDArray[np.integer] | None = None
+    router: RouterSpec,
+    options: RoutingOptions,
+    logits: npt.NDArray[np.float32],
+    resident: npt.NDArray[np.integer] | None = None,
+    row_votes: npt.NDArray[np.int64] | None = None,
 ) -> Reading:
-    """Read float32 logits [B, S, E] and say which events decided something in each of the B cases; `resident` are ids.
+    """Read float32 logits [B, S, E] and say which events decided something in each of the B cases; `resident` are ids, row votes [S].
 
     The K boundary is where the order is cut: after TOPK where that is lower. A tie there, among groups or at the budget
     counts where an equal rival was left out; TOPP equality where demanding more than the share would have kept more, and so
-    coverage's. A floor binds where it holds more than the budget. The budget acts where it takes something away.
+    coverage's. A floor binds where it holds more than the budget. The budget acts where it takes something away. Row votes decide where
+    plain ones would have left a position other experts.
     """
     cases, positions, n_experts = logits.shape
     scores = _scores(router.score, logits)
@@ -234,13 +255,19 @@ def read_block(
     used = picks.by_expert(alive)
     union_size = used.any(axis=1).sum(axis=-1)
     held = None
+    in_cache = np.zeros(n_experts, bool)
+    in_cache[[] if resident is None else resident] = True
     if options.policy == "per_position":
         after, events = _cut_alone(picks, options)
+    elif options.policy == "cache_route":
+        after, events = _exchange(picks, options, in_cache)
     else:
         votes = _units(scores) if options.vote == "all_scores" else picks.by_expert(np.where(alive, _units(weights), 0))
-        in_cache = np.zeros(n_experts, bool)
-        in_cache[[] if resident is None else resident] = True
         after, events, held = _cut_union(picks, options, votes.sum(axis=1), in_cache)
+        if row_votes is not None:
+            plain = after
+            after, events, held = _cut_union(picks, options, (votes * row_votes[:, None]).sum(axis=1), in_cache)
+            events["row votes deciding"] = (after != plain).any(axis=(-2, -1))
 
     dropped_slots = (used & ~after).sum(axis=(-2, -1))
     emptied = (~after.any(axis=-1)).sum(axis=-1)

@@ -36,7 +36,7 @@ from colibri_jax.generate.divergence import divergence
 from colibri_jax.generate.drafters import Drafter, LookupDrafter, MTPDrafter, check_mtp
 from colibri_jax.generate.loop import DEFAULT_PREFILL_CHUNK, GenerateOptions, check_prompt, tokens
 from colibri_jax.generate.loop import generate as run_loop
-from colibri_jax.generate.notes import Verification, budget_is_on, budget_notes
+from colibri_jax.generate.notes import Verification, budget_is_on, budget_notes, prefers_cached
 from colibri_jax.generate.protocol import LanguageModel
 from colibri_jax.generate.report import OptionValue, RunReport
 from colibri_jax.generate.sampling import SamplingOptions
@@ -69,6 +69,10 @@ Policies
   coverage      as floor, until --coverage of the votes is held, or N experts
   per_position  every position by itself keeps its best N
   resident      cached experts always, the rest by votes (--allow-irreproducible)
+  cache_route   no budget: a position's best --route-top stay, then come cached
+                experts among its best --route-within, then the others, as many
+                as it had (--allow-irreproducible). The statistics say how many
+                experts were swapped for cached ones
 \b
 Drafts
   With --draft, some tokens are guessed and verified in one step. --speculation
@@ -134,7 +138,11 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
         max_new_tokens=value["max_new_tokens"], prefill_chunk=value["prefill_chunk"], sampling=sampling, stop_ids=tokenizer.stop_ids
     )
     speculation = SpeculationOptions(
-        depth=value["draft_depth"], speculation=value["speculation"], acceptance=value["acceptance"], pausing=value["pausing"]
+        depth=value["draft_depth"],
+        speculation=value["speculation"],
+        acceptance=value["acceptance"],
+        union_votes=value["union_votes"],
+        pausing=value["pausing"],
     )
     if draft == "mtp":
         check_mtp(config)
@@ -144,7 +152,7 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
     if draft != "off" and speculation.speculation == "exact":
         check_rows_alone(routing)
     notes = _notes(config, routing, scopes, options, largest_prefill_step=min(run.prefill_chunk, len(prompt_ids)))
-    drafting = {"draft_depth", "speculation", "acceptance", "pausing", "divergence"}
+    drafting = {"draft_depth", "speculation", "acceptance", "pausing", "divergence", "union_votes"}
     hidden = {"prompt", "system", "mtp", "as_json"} | (drafting if draft == "off" else set()) | (set() if value["raw"] else {"raw"})
     shown = {name: option for name, option in options.items() if name not in hidden}
     click.echo(describe_options(shown), err=True)
@@ -258,11 +266,18 @@ def _notes(
     verification = None if value["draft"] == "off" else Verification(value["speculation"], 1 + value["draft_depth"])
     notes = list(budget_notes(config, routing, scopes, largest_prefill_step=largest_prefill_step, verification=verification))
     if verification is None:
-        for name in ("draft_depth", "speculation", "acceptance", "pausing"):
+        for name in ("draft_depth", "speculation", "acceptance", "union_votes", "pausing"):
             if options[name].source == "flag":
                 notes.append(f"no effect: --{'no-pause' if name == 'pausing' else name.replace('_', '-')} without --draft")
-    elif verification.speculation == "union":
+    elif verification.speculation == "exact":
+        if options["union_votes"].source == "flag":
+            notes.append("no effect: --union-votes with --speculation exact")
+    else:
         notes.append("lossy: the rows of a verification share a budget (--speculation union), so the text is not that without drafts")
+    if not prefers_cached(routing):
+        for name in ("route_top", "route_within"):
+            if options[name].source == "flag":
+                notes.append(f"no effect: --{name.replace('_', '-')} without --policy cache_route")
     if not budget_is_on(routing):
         for name in ("budget_scope", "policy", "denominator", "vote"):
             if options[name].source == "flag":

@@ -37,6 +37,14 @@ def parse_budget(value: str | int) -> int:
     return int(text)
 
 
+def parse_budgets(value: str | int | tuple[int, ...]) -> int | tuple[int, ...]:
+    """A budget, or one for each MoE layer, separated by commas."""
+    if isinstance(value, tuple):
+        return value
+    text = str(value)
+    return tuple(parse_budget(part) for part in text.split(",")) if "," in text else parse_budget(text)
+
+
 def parse_gigabytes(value: str | float) -> float:
     """An amount in 10^9 bytes: finite, at least one byte, and few enough for 63 bits to count."""
     try:
@@ -82,13 +90,13 @@ def routing_options(command: Command) -> Command:
         [
             click.option(
                 "--budget",
-                type=parse_budget,
-                metavar="N|off",
+                type=parse_budgets,
+                metavar="N|off|N,N,…",
                 default="off",
                 envvar="EXPERT_BUDGET",
                 show_envvar=True,
                 show_default=True,
-                help="Most distinct experts a layer may use in one step.",
+                help="Most distinct experts a layer may use in one step; a list names one for each MoE layer.",
             ),
             click.option(
                 "--budget-scope",
@@ -116,7 +124,25 @@ def routing_options(command: Command) -> Command:
                 show_default=True,
                 help="Share of a layer's votes that policy coverage keeps; below 1 it acts without a budget too.",
             ),
-            click.option("--allow-irreproducible", is_flag=True, help="Permit policy resident, whose text depends on the cache."),
+            click.option(
+                "--route-top",
+                type=click.IntRange(min=0),
+                default=2,
+                show_default=True,
+                help="Experts of every position that policy cache_route never exchanges: its best.",
+            ),
+            click.option(
+                "--route-within",
+                type=click.IntRange(min=0),
+                default=12,
+                show_default=True,
+                help="Policy cache_route prefers cached experts among so many of a position's best; 0 is off.",
+            ),
+            click.option(
+                "--allow-irreproducible",
+                is_flag=True,
+                help="Permit policies resident and cache_route, whose text depends on the cache.",
+            ),
             click.option(
                 "--denominator",
                 type=click.Choice(get_args(Denominator)),
@@ -289,6 +315,8 @@ def routing_from(options: Mapping[str, OptionValue]) -> tuple[RoutingOptions, fr
         vote=value["vote"],
         floor=value["floor"],
         coverage=value["coverage"],
+        route_top=value["route_top"],
+        route_within=value["route_within"],
         allow_irreproducible=value["allow_irreproducible"],
     )
     return routing, frozenset(chosen)

@@ -125,6 +125,8 @@ def what_to_measure(command: Command) -> Command:
             choice("--votes", "votes", one_of(get_args(Vote)), "weights", "What experts are ranked by."),
             choice("--floor", "floors", number(int), "1", "Experts that every position keeps under floor, substitute and coverage."),
             choice("--coverage", "coverages", number(float), "1", "Share of the votes that coverage keeps."),
+            choice("--route-top", "route_tops", number(int), "2", "Experts of every position that cache_route never exchanges."),
+            choice("--route-within", "route_withins", number(int), "12", "Places in which cache_route prefers cached experts."),
             choice("--expert-topk", "expert_topks", number(int), "0", "Experts per position, in every step; 0 is off."),
             choice("--expert-topp", "expert_topps", number(float), "0", "Share of a position's score, in every step; 0 is off."),
             click.option("--allow-irreproducible", is_flag=True, help="Permit policies whose result depends on the cache."),
@@ -158,7 +160,7 @@ def how_to_run(command: Command) -> Command:
             click.option(
                 "--cache-experts",
                 type=click.IntRange(min=1),
-                help="Experts kept in memory per layer; changes no figure but those of resident.",
+                help="Experts kept in memory per layer; changes no figure but those of resident and cache_route.",
             ),
             ram_option("Memory that the engine may allocate, instead of a count of experts."),
             click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine."),

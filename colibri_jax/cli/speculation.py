@@ -9,7 +9,7 @@ import click
 from colibri_jax.cli.options import Command, apply_all
 from colibri_jax.generate.acceptance import Acceptance
 from colibri_jax.generate.report import OptionValue
-from colibri_jax.generate.speculate import DEFAULT_DEPTH, MOST_DRAFTS, Speculation
+from colibri_jax.generate.speculate import DEFAULT_DEPTH, MOST_DRAFTS, Speculation, UnionVotes
 
 
 def speculation_options(command: Command) -> Command:
@@ -45,6 +45,13 @@ def speculation_options(command: Command) -> Command:
                 default="equal",
                 show_default=True,
                 help="Keep a guess that is the token that would be drawn, or by the classical rule: other text, distributed alike.",
+            ),
+            click.option(
+                "--union-votes",
+                type=click.Choice(get_args(UnionVotes)),
+                default="uniform",
+                show_default=True,
+                help="What a row's vote weighs in union mode: alike, or by the rate at which guesses of its depth have stayed so far.",
             ),
             click.option(
                 "--pausing/--no-pause", default=True, show_default=True, help="Stop guessing for a while where it costs more than it gains."

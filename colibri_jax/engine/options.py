@@ -318,5 +318,7 @@ def routing_dict(config: ModelConfig, routing: RoutingOptions, *, mtp: bool) -> 
         "vote": routing.vote,
         "floor": min(routing.floor, config.moe.router.top_k),
         "coverage": routing.coverage,
+        "route_top": min(routing.route_top, config.moe.router.top_k),
+        "route_within": min(routing.route_within, config.moe.n_experts),
         "budgets": [min(options.scalar_budget, config.moe.n_experts) for options in layers],
     }

@@ -7,11 +7,24 @@ import numpy.typing as npt
 
 from colibri_jax._native import select_experts as _select_natively
 from colibri_jax.errors import OptionError, ShapeError
-from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Selection, check_logits, check_rows_alone
+from colibri_jax.routing_spec import (
+    IRREPRODUCIBLE_POLICIES,
+    RouterSpec,
+    RoutingOptions,
+    RowVotes,
+    Selection,
+    check_logits,
+    check_row_votes,
+    check_rows_alone,
+)
 
 
 def select_experts(
-    logits_SE: npt.ArrayLike, router: RouterSpec, options: RoutingOptions, resident: npt.ArrayLike | None = None
+    logits_SE: npt.ArrayLike,
+    router: RouterSpec,
+    options: RoutingOptions,
+    resident: npt.ArrayLike | None = None,
+    row_votes: RowVotes = None,
 ) -> Selection:
     """The experts and gate weights of one layer in one step, computed natively. A pure function of its arguments.
 
@@ -19,19 +32,21 @@ def select_experts(
         logits_SE: float32 [S, E] router logits of the step's positions.
         router: the model's router.
         options: TOPK, TOPP and the budget of this layer (a scalar; see `RoutingOptions.for_layer`).
-        resident: what the cache holds, ids [n] in any order or bool [E]. Only policy `resident` looks at it, and needs it;
-            every other one is a pure function of logits and options.
+        resident: what the cache holds, ids [n] in any order or bool [E]. Only `IRREPRODUCIBLE_POLICIES` look at it, and need it;
+            every other policy is a pure function of logits and options.
+        row_votes: int [S], what each position's votes are multiplied by in the sum over positions, 0 to 2^16; None: all alike.
 
     Returns:
         The Selection, equal in every field to that of `colibri_jax.reference.select_experts`.
 
     Raises:
-        ShapeError: logits, bias or resident ids of another dtype or shape, or such an id is no expert.
+        ShapeError: logits, bias, resident ids or row votes of another dtype or shape, or such an id is no expert.
         ConfigError: the router does not fit E.
-        OptionError: the budget is a list, or the policy needs to know what is resident and is not told.
+        OptionError: the budget is a list, or the policy needs to know what is resident and is not told, or row votes are out of
+            range or of more rows than can be summed exactly.
         NonFiniteLogitError: a logit is NaN or infinite; names the first such position and expert.
     """
-    return _select(logits_SE, router, options, resident)
+    return _select(logits_SE, router, options, resident, row_votes)
 
 
 def select_rows_alone(logits_SE: npt.ArrayLike, router: RouterSpec, options: RoutingOptions) -> Selection:
@@ -47,9 +62,16 @@ def select_rows_alone(logits_SE: npt.ArrayLike, router: RouterSpec, options: Rou
 
 
 def _select(
-    logits_SE: npt.ArrayLike, router: RouterSpec, options: RoutingOptions, resident: npt.ArrayLike | None, *, rows_alone: bool = False
+    logits_SE: npt.ArrayLike,
+    router: RouterSpec,
+    options: RoutingOptions,
+    resident: npt.ArrayLike | None,
+    row_votes: RowVotes = None,
+    *,
+    rows_alone: bool = False,
 ) -> Selection:
     logits = np.require(check_logits(logits_SE, router), requirements=("C", "A"))
+    votes = check_row_votes(row_votes, logits.shape[0], router, options, logits.shape[1])
     fields = _select_natively(
         logits,
         score=router.score,
@@ -68,8 +90,11 @@ def _select(
         denominator=options.denominator,
         vote=options.vote,
         coverage=options.coverage,
+        route_top=min(options.route_top, router.top_k),
+        route_within=min(options.route_within, logits.shape[1]),
         rows_alone=rows_alone,
-        resident=_resident_ids(resident if options.policy == "resident" else (), logits.shape[1]),
+        row_votes=np.empty(0, np.int64) if votes is None else votes,
+        resident=_resident_ids(resident if options.policy in IRREPRODUCIBLE_POLICIES else (), logits.shape[1]),
     )
     del fields["removed"]  # the engine's, for its estimate of avoided reads
     return Selection(**fields)

@@ -17,7 +17,7 @@ from colibri_jax.container.reader import Container
 from colibri_jax.engine.options import EngineOptions, plan_engine, routing_dict
 from colibri_jax.engine.usage import ExpertUsage
 from colibri_jax.errors import ConfigError, EngineError, ShapeError, TokenError
-from colibri_jax.routing_spec import RoutingOptions, Rows, Scope, Selection, check_scopes, check_step
+from colibri_jax.routing_spec import RoutingOptions, Rows, RowVotes, Scope, Selection, check_row_votes, check_scopes, check_step
 from colibri_jax.stats import ScopeStats, Stats, StatsScope
 
 
@@ -118,13 +118,15 @@ class NativeModel:
         scope: Scope,
         logits: Literal["all", "last"] = "all",
         rows: Rows = "together",
+        row_votes: RowVotes = None,
     ) -> npt.NDArray[np.float32]:
-        check_step(scope, logits, rows, self._routing)
+        check_step(scope, logits, rows, self._routing, row_votes)
         ids, alone = _token_array(tokens), rows == "alone"
+        votes = check_row_votes(row_votes, ids.size, self._config.moe.router, self._routing, self._config.moe.n_experts)
         budget_acts = ("decode" if alone else scope) in self._budget_scopes
         with self._alone():
             try:
-                scores: npt.NDArray[np.float32] = self._engine.forward(ids, budget_acts, logits == "last", alone)
+                scores: npt.NDArray[np.float32] = self._engine.forward(ids, budget_acts, logits == "last", alone, votes)
             except BaseException:
                 # A step that was abandoned took its time and read what it read.
                 self._count(scope, ScopeStats(**self._engine.report))

@@ -16,8 +16,10 @@ from colibri_jax.generate.sampling import DRAFT_STREAM, SamplingOptions, probabi
 
 Float32 = npt.NDArray[np.float32]
 
-# Rows that wait for the MTP block at most: it takes them in one step, whose working memory grows with them.
+# Rows of a prompt that wait for the MTP block at most: it takes them in one step, whose working memory grows with them.
 _MOST_WAITING = 128
+# Rows that the block starts anew with after a pause. Of a small model's next tokens it foresees no fewer with these than with all.
+_AFTER_PAUSE = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,14 +135,17 @@ class MTPDrafter:
     followed; rows of guesses, which hang on guessed tokens and on the block's own hidden states, are dropped as soon as the
     guess is made. A guess is drawn as the token at its position would be, so that equal distributions give equal tokens.
 
+    Where more than 32 tokens pass without a guess, the block does not follow, so that a pause costs nothing; it then starts anew
+    with the last 32, and so it does, with what comes, where it has not seen all of the model's cache.
+
     Args:
-        lm: a model whose block has seen every position in the cache.
+        lm: the model.
         sampling: how the tokens are chosen that are to be guessed.
         independent: draw guesses by a stream of their own and keep their distributions, as `acceptance="resample"` asks for.
 
     Raises:
         ConfigError: the model has no MTP block.
-        OptionError: the backend does not run it, or it has not seen all positions of the cache.
+        OptionError: the backend does not run it.
     """
 
     name = "mtp"
@@ -151,29 +156,31 @@ class MTPDrafter:
             raise OptionError("no MTP block to draft with", where="backend", expected="one that runs the block", got=lm.stats.backend)
         self._lm, self._sampling, self._independent = cast(MTPModel, lm), sampling, independent
         if self._lm.mtp_position != lm.position:
-            raise OptionError(
-                "the MTP block has not followed the cache",
-                where="mtp_position",
-                expected=f"{lm.position}, or a model that was reset",
-                got=self._lm.mtp_position,
-            )
+            self._lm.mtp_rewind(self._lm.mtp_position)
+        self._began = False
         self._hidden: list[Float32] = []  # rows that wait, the last one for its next token
         self._next: list[int] = []  # tokens after those rows, as far as they are known
 
     def taken(self, tokens: Sequence[int]) -> None:
         self._next.extend(int(token) for token in (tokens if self._hidden else tokens[1:]))
+        rows_TD = self._lm.hidden
         # Copied, so that a view does not keep the rejected rows alive.
-        self._hidden.extend(row.copy() for row in self._lm.hidden[: len(tokens)])
+        self._hidden.extend(rows_TD[: len(tokens)].copy() if len(tokens) < len(rows_TD) else rows_TD)
+        if self._began and len(self._next) > _AFTER_PAUSE:
+            self._lm.mtp_rewind(self._lm.mtp_position)
+            del self._hidden[: -_AFTER_PAUSE - 1], self._next[:-_AFTER_PAUSE]
         while len(self._next) >= _MOST_WAITING:
             self._feed(self._next[:_MOST_WAITING])
 
     def draft(self, token: int, n: int) -> Draft:
         if not self._hidden:
             return Draft()
+        self._began, followed = True, self._lm.mtp_position
         guesses: list[int] = []
         distributions: list[npt.NDArray[np.float64]] = []
         try:
             logits_W = self._feed([*self._next, int(token)])
+            followed = self._lm.mtp_position
             for depth in range(n):
                 if depth:
                     logits_W = self._lm.mtp_forward(guesses[-1:], self._lm.mtp_hidden[-1:])[-1]
@@ -185,7 +192,7 @@ class MTPDrafter:
                     guesses.append(sample(logits_W, position, self._sampling))
         finally:
             # Ctrl-C may come in between.
-            self._lm.mtp_rewind(max(self._lm.mtp_position - self._lm.position, 0))
+            self._lm.mtp_rewind(self._lm.mtp_position - followed)
         return Draft(tuple(guesses), tuple(distributions) if self._independent else None)
 
     def _feed(self, tokens: list[int]) -> Float32:

@@ -18,8 +18,13 @@ def budget_values(routing: RoutingOptions) -> tuple[int, ...]:
 
 
 def budget_is_on(routing: RoutingOptions) -> bool:
-    """Whether any layer has a budget, or a share of its votes to keep."""
-    return any(n > 0 for n in budget_values(routing)) or _keeps_a_share(routing)
+    """Whether any layer has a budget, or a share of its votes to keep, or experts are exchanged for cached ones."""
+    return any(n > 0 for n in budget_values(routing)) or _keeps_a_share(routing) or prefers_cached(routing)
+
+
+def prefers_cached(routing: RoutingOptions) -> bool:
+    """Whether experts are exchanged for cached ones, which no budget bounds."""
+    return routing.policy == "cache_route" and routing.route_within > 0
 
 
 def _keeps_a_share(routing: RoutingOptions) -> bool:
@@ -83,6 +88,14 @@ def no_effect(config: ModelConfig, routing: RoutingOptions, scope: Scope, *, row
     if 0 < routing.expert_topk < top_k:
         name, per_position = "expert-topk", routing.expert_topk
     if _keeps_a_share(routing):
+        return None
+    if prefers_cached(routing):
+        # What a position may exchange are its picks after the first J, for experts of its ranking's first M.
+        kept = routing.expert_topk if name == "expert-topk" else top_k
+        if routing.route_top >= kept:
+            return f"no effect: route-top {routing.route_top} ≥ {name} {kept} in scope {scope}"
+        if routing.route_within <= routing.route_top:
+            return f"no effect: route-within {routing.route_within} ≤ route-top {routing.route_top} in scope {scope}"
         return None
     # Policy per_position looks at each position alone, however many share the step.
     reach = per_position if routing.policy == "per_position" else min(rows * per_position, config.moe.n_experts)

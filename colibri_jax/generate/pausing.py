@@ -12,7 +12,7 @@ import statistics
 
 # What drafting may lose before it stops, in tokens' worth of plain decoding: a start, and a share of all tokens so far.
 _GRACE_TOKENS = 4.0
-_SHARE = 0.02
+_SHARE = 0.01
 _BASELINE_STEPS = 4
 # While drafting wins, this many tokens lie between two looks at what a plain step costs by now.
 _REFRESH_TOKENS = 96
@@ -20,7 +20,7 @@ _REFRESH_STEPS = 2
 _WINDOW_STEPS = 8
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 16, 1024
 # One step may count at most as much as this many plain ones: a machine that was stopped says nothing about drafting.
-_MOST_STEPS = 16.0
+_MOST_STEPS = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Pacer:
     """Decides step by step whether to draft.
 
     What drafting lost is kept as a debt: the cost of every drafting step above the emitted tokens' plain cost, gains
-    deducted, never below 0. The debt may not exceed 4 tokens' plain cost and 2 % of all tokens' so far, so that a long run
+    deducted, never below 0. The debt may not exceed 4 tokens' plain cost and 1 % of all tokens' so far, so that a long run
     with drafts that never pay takes hardly longer than one without. It also pauses where the last 8 drafting steps together
     lost. Pauses double, from 16 tokens up to 1,024; eight steps that win end that.
 

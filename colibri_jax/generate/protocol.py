@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colibri_jax.config import ModelConfig
-from colibri_jax.routing_spec import RoutingOptions, Rows, Scope, Selection
+from colibri_jax.routing_spec import RoutingOptions, Rows, RowVotes, Scope, Selection
 from colibri_jax.stats import Stats
 
 
@@ -51,6 +51,7 @@ class LanguageModel(Protocol):
         scope: Scope,
         logits: Literal["all", "last"] = "all",
         rows: Rows = "together",
+        row_votes: RowVotes = None,
     ) -> npt.NDArray[np.float32]:
         """Run one step: append `tokens` to the KV cache and score them.
 
@@ -61,13 +62,17 @@ class LanguageModel(Protocol):
             rows: "together" forms one union of all positions, which the options of `scope` cut; "alone" (scope `verify` only)
                 routes every position as a step of one, by the options of scope `decode`, and reads each expert once all the
                 same. A position's logits are then bit for bit those that decoding it by itself would give.
+            row_votes: int [n], 0 to 2^16 (a full vote): what each row's votes weigh when a union's experts are ranked. Only in
+                scope `verify` with rows "together". None, as full votes throughout, lets all rows count alike.
 
         Returns:
             float32 [n, vocab], or [1, vocab] with `logits="last"`.
 
         Raises:
             TokenError: no tokens, or one outside the vocabulary.
-            OptionError: `rows="alone"` in another scope, or with a policy that looks at the cache.
+            OptionError: `rows="alone"` in another scope, or with a policy that looks at the cache; `row_votes` elsewhere than said,
+                out of range, or of more than 31 rows (`routing_spec.most_voting_rows`).
+            ShapeError: `row_votes` is not one whole number per token.
             ContextOverflowError: the cache cannot hold them; nothing was appended.
         """
 

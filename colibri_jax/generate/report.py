@@ -14,7 +14,7 @@ from rich.table import Table
 
 from colibri_jax.generate.divergence import Divergence
 from colibri_jax.generate.loop import Generation
-from colibri_jax.generate.notes import budget_is_on, budget_values
+from colibri_jax.generate.notes import budget_is_on, budget_values, prefers_cached
 from colibri_jax.generate.speculation_stats import SpeculationStats
 from colibri_jax.routing_spec import RoutingOptions, Scope
 from colibri_jax.stats import PHASES, STATS_SCOPES, ScopeStats, Stats
@@ -57,13 +57,13 @@ class RunReport:
     divergence: Divergence | None = None
 
     def budget_line(self) -> str | None:
-        """`EXPERT_BUDGET=4 (dropped 13613 experts, ~257.3 GB I/O saved)`; None with the budget off.
+        """`EXPERT_BUDGET=4 (dropped 13613 experts, ~257.3 GB I/O saved)`; None with the budget off, and for a policy without one.
 
         Dropped experts are summed over layers and steps; the gigabytes (10^9 bytes) are `avoided_read_bytes_estimate`. Steps
         that verify drafts are left out and the line says so: an expert that only a rejected draft asked for would not have
         been read without drafts, so that dropping it saved nothing.
         """
-        if not budget_is_on(self.routing):
+        if not budget_is_on(self.routing) or prefers_cached(self.routing):
             return None
         total = ScopeStats()
         for scope in ("prefill", "decode"):
@@ -84,9 +84,12 @@ class RunReport:
         for scope in ran:
             # A draft block's steps have the options of decoding.
             budgeted = budget_is_on(self.routing) and ("decode" if scope == "draft" else scope) in self.budget_scopes
-            table.add_column(f"{scope} (budget)" if budgeted else scope, justify="right")
+            mark = "cache_route" if prefers_cached(self.routing) else "budget"
+            table.add_column(f"{scope} ({mark})" if budgeted else scope, justify="right")
         for name, cell in _ROWS:
             if self.stats.backend == "reference" and name in _NATIVE_ROWS:
+                continue
+            if name == _SWAP_ROW and not prefers_cached(self.routing):
                 continue
             table.add_row(name, *(cell(self.stats.scopes[scope]) for scope in ran))
         return table
@@ -110,6 +113,7 @@ class RunReport:
             "engine": engine,
             "scopes": {scope: scope_json(stats) for scope, stats in self.stats.scopes.items()},
             "total": scope_json(self.stats.total),
+            "swap_share": {scope: stats.swap_share for scope, stats in self.stats.scopes.items()} if prefers_cached(self.routing) else None,
             "budget_line": self.budget_line(),
             "notes": list(self.notes),
             "speculation": None if self.speculation is None else self.speculation.to_json(),
@@ -164,6 +168,9 @@ def _read_ahead(s: ScopeStats) -> str:
 # The reference neither reads experts nor tells phases apart.
 _NATIVE_ROWS = ("  disk wait", "  expert products", "  attention", "  head", "  other", "bytes read", "cache hit rate", "read ahead")
 
+# Only one policy exchanges experts for others of the position's ranking.
+_SWAP_ROW = "swapped for cached"
+
 _ROWS: tuple[tuple[str, Callable[[ScopeStats], str]], ...] = (
     ("tokens", lambda s: f"{s.positions} in {s.steps} steps"),
     ("time", lambda s: f"{s.wall_seconds:.3f} s"),
@@ -178,6 +185,7 @@ _ROWS: tuple[tuple[str, Callable[[ScopeStats], str]], ...] = (
     ("read ahead", lambda s: _read_ahead(s) if s.foreseeable_experts else "–"),
     ("experts per layer step", lambda s: f"{_of_layer_steps(s.kept_experts, s)} of {_of_layer_steps(s.union_experts, s)}"),
     ("dropped experts", lambda s: str(s.dropped_experts)),
+    (_SWAP_ROW, lambda s: f"{s.swap_share:.1%} of slots, {1 - s.swap_share:.1%} agree" if s.routed_slots else "–"),
     ("emptied positions", lambda s: str(s.emptied_positions)),
     ("mass kept", lambda s: f"{s.mass_kept:.4f}" if s.layer_steps else "–"),
 )

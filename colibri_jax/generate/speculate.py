@@ -7,6 +7,7 @@ arXiv 2602.16052), which changes what is computed.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -24,9 +25,10 @@ from colibri_jax.generate.protocol import LanguageModel
 from colibri_jax.generate.sampling import sample
 from colibri_jax.generate.speculation_stats import SpeculationStats
 from colibri_jax.generate.work import work_meter
-from colibri_jax.routing_spec import check_rows_alone
+from colibri_jax.routing_spec import FULL_VOTE, check_rows_alone
 
 Speculation = Literal["exact", "union"]
+UnionVotes = Literal["uniform", "survival"]
 MOST_DRAFTS = 8
 DEFAULT_DEPTH = 3
 
@@ -42,6 +44,8 @@ class SpeculationOptions:
         speculation: "exact" or "union" (lossy).
         acceptance: "equal" keeps a draft that is the token that would have been chosen; "resample" is the classical rule, whose
             tokens are distributed alike and are others.
+        union_votes: what the rows of a verification weigh in union mode: "uniform", or "survival", the rate at which drafts of
+            that depth have stayed so far.
         pausing: stop drafting while it loses: by time in exact mode, by counts in union mode (`work_meter`).
 
     Raises:
@@ -51,12 +55,14 @@ class SpeculationOptions:
     depth: int = DEFAULT_DEPTH
     speculation: Speculation = "exact"
     acceptance: Acceptance = "equal"
+    union_votes: UnionVotes = "uniform"
     pausing: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.depth <= MOST_DRAFTS:
             raise OptionError("depth of drafts out of range", where="depth", expected=f"1 to {MOST_DRAFTS}", got=self.depth)
-        for where, known in (("speculation", get_args(Speculation)), ("acceptance", get_args(Acceptance))):
+        kinds = (("speculation", get_args(Speculation)), ("acceptance", get_args(Acceptance)), ("union_votes", get_args(UnionVotes)))
+        for where, known in kinds:
             if getattr(self, where) not in known:
                 raise OptionError(f"unknown {where}", where=where, expected=", ".join(known), got=getattr(self, where))
 
@@ -91,11 +97,13 @@ class Speculator:
         self._meter = clock if exact else work_meter(lm)
         self._pacer = Pacer("s" if exact else "experts' worth", enabled=self._options.pausing)
         self._on_logits = on_logits
+        self._added: collections.Counter[str] = collections.Counter()  # to the stats: a plain step has no time for a new record
         none = (0,) * self._options.depth
         self._stats = SpeculationStats(
             drafter=drafter.name,
             speculation=self._options.speculation,
             acceptance=self._options.acceptance,
+            union_votes=self._options.union_votes,
             depth=self._options.depth,
             drafted=none,
             accepted=none,
@@ -105,7 +113,8 @@ class Speculator:
     @property
     def stats(self) -> SpeculationStats:
         """A frozen snapshot."""
-        return dataclasses.replace(self._stats, pauses=self._pacer.pauses)
+        added = {name: getattr(self._stats, name) + n for name, n in self._added.items()}
+        return dataclasses.replace(self._stats, pauses=self._pacer.pauses, **added)
 
     def tokens(self, lm: LanguageModel, prompt_ids: Sequence[int], options: GenerateOptions) -> Generator[int, None, End]:
         """As `loop.tokens`, with drafts. Where the reader stops, the model's cache holds what the reader saw, without the last token.
@@ -175,7 +184,10 @@ class Speculator:
         lm, start, n_drafts = self._lm, self._lm.position, len(draft.tokens)
         try:
             rows = [token, *draft.tokens]
-            logits_TW = lm.forward(rows, scope="verify", rows="alone" if self._options.speculation == "exact" else "together")
+            if self._options.speculation == "exact":
+                logits_TW = lm.forward(rows, scope="verify", rows="alone")
+            else:
+                logits_TW = lm.forward(rows, scope="verify", rows="together", row_votes=self._row_votes(len(rows)))
             chosen = RULES[self._options.acceptance](logits_TW, draft, start + 1, options.sampling)
             # A stop token ends the answer, also where it was drafted.
             ends = [i for i, chosen_token in enumerate(chosen) if chosen_token in options.stop_ids]
@@ -189,10 +201,17 @@ class Speculator:
         self._stats = self._stats.with_verification(n_drafts, n_accepted, len(chosen), lm.selections)
         return chosen
 
+    def _row_votes(self, n: int) -> list[int] | None:
+        """Of a token and n - 1 drafts: the token's is a full vote, a draft's the rate at which its depth has stayed, before any step 1."""
+        if self._options.union_votes == "uniform":
+            return None
+        stayed = zip(self._stats.accepted, self._stats.drafted, strict=True)
+        return [FULL_VOTE, *(round(FULL_VOTE * (a + 1) / (d + 1)) for a, d in stayed)][:n]
+
     def _note(self, position: int, logits_TW: Float32, n: int) -> None:
         if self._on_logits is not None:
             for i in range(n):
                 self._on_logits(position + i, logits_TW[i])
 
     def _count(self, **more: int) -> None:
-        self._stats = dataclasses.replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
+        self._added.update(more)

@@ -17,7 +17,7 @@ class SpeculationStats:
     """Counts over one speculator's runs. "Experts" are (MoE layer, distinct expert of a step) pairs, "slots" (layer, row, expert) triples.
 
     Attributes:
-        drafter, speculation, acceptance, depth: how it ran.
+        drafter, speculation, acceptance, union_votes, depth: how it ran.
         emitted_tokens: stop tokens included.
         verification_steps, verified_tokens: steps that verified drafts, and tokens that came out of them.
         plain_steps: decode steps, each of one token: `measuring_steps` to know their cost, `paused_steps` while drafting was
@@ -35,6 +35,7 @@ class SpeculationStats:
     drafter: str = ""
     speculation: str = "exact"
     acceptance: str = "equal"
+    union_votes: str = "uniform"
     depth: int = 0
     emitted_tokens: int = 0
     verification_steps: int = 0
@@ -120,7 +121,8 @@ class SpeculationStats:
         if not self.drafter:
             return ()
         rate, per_step, per_token = self.acceptance_rate, self.tokens_per_verification, self.bytes_per_token
-        how = f"{self.drafter}, depth {self.depth}, {self.speculation}{' (lossy)' if self.lossy else ''}, acceptance {self.acceptance}"
+        mode = f"{self.speculation} (lossy, votes {self.union_votes})" if self.lossy else self.speculation
+        how = f"{self.drafter}, depth {self.depth}, {mode}, acceptance {self.acceptance}"
         lines = [f"drafts: {how}"]
         if rate is not None and per_step is not None:
             by_depth = " ".join(f"{a}/{d}" for a, d in zip(self.accepted, self.drafted, strict=True))

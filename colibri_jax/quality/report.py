@@ -148,6 +148,8 @@ def _control(measured: Measured) -> Control:
 
 def rule(routing: RoutingOptions) -> str:
     """What the settings of one line of a plot have in common: all but how much is kept."""
+    if routing.policy == "cache_route":
+        return f"{routing.policy} top={routing.route_top} {routing.denominator}"
     if routing.without_budget() != routing:
         everything = dataclasses.replace(routing, budget=1, coverage=1.0)
         return describe(everything).replace(" 1", "", 1)

@@ -49,28 +49,33 @@ class Choices:
     votes: Sequence[Vote] = ("weights",)
     floors: Sequence[int] = (1,)
     coverages: Sequence[float] = (1.0,)
+    route_tops: Sequence[int] = (2,)
+    route_withins: Sequence[int] = (12,)
     expert_topks: Sequence[int] = (0,)
     expert_topps: Sequence[float] = (0.0,)
     allow_irreproducible: bool = False
 
     def combined(self) -> Iterable[RoutingOptions]:
-        """Every combination, budgets fastest.
+        """Every combination, budgets fastest; `cache_route` has none.
 
         Raises:
             OptionError: a value is outside its domain.
             FencedOptionError: a policy's result depends on the cache, and that was not allowed.
         """
-        others = (self.policies, self.denominators, self.votes, self.floors, self.coverages, self.expert_topks, self.expert_topps)
-        for policy, denominator, vote, floor, coverage, topk, topp, budget in itertools.product(*others, self.budgets):
+        rules = (self.policies, self.denominators, self.votes, self.floors, self.coverages, self.route_tops, self.route_withins)
+        others = (*rules, self.expert_topks, self.expert_topps)
+        for policy, denominator, vote, floor, coverage, top, within, topk, topp, budget in itertools.product(*others, self.budgets):
             yield RoutingOptions(
                 expert_topk=topk,
                 expert_topp=topp,
-                budget=budget,
+                budget=0 if policy == "cache_route" else budget,
                 policy=policy,
                 denominator=denominator,
                 vote=vote,
                 floor=floor,
                 coverage=coverage,
+                route_top=top,
+                route_within=within,
                 allow_irreproducible=self.allow_irreproducible,
             )
 
@@ -81,6 +86,8 @@ def describe(routing: RoutingOptions) -> str:
     parts = [routing.policy, ":".join(map(str, budget)) if isinstance(budget, tuple) else str(budget or "off")]
     if routing == dataclasses.replace(routing.without_budget(), policy="aggregate"):
         parts = ["off"]
+    if routing.policy == "cache_route":
+        parts = [routing.policy, f"top={routing.route_top}", f"within={routing.route_within}"]
     parts += [routing.denominator] if routing.denominator != "survivors" else []
     parts += [routing.vote] if routing.vote != "weights" else []
     parts += [f"floor={routing.floor}"] if routing.floor != 1 else []
@@ -118,7 +125,8 @@ def without_idle_options(routing: RoutingOptions, shape: StepShape, config: Mode
     budgets = routing.budget if isinstance(routing.budget, tuple) else (routing.budget,) * len(config.moe_layers)
     budgets = tuple(0 if n >= union else n for n in budgets)
     covers = routing.policy == "coverage" and routing.coverage < 1.0
-    if not any(budgets) and not covers:
+    exchanges = routing.policy == "cache_route" and routing.route_top < min(per_position, routing.route_within)
+    if not any(budgets) and not covers and not exchanges:
         return RoutingOptions(
             expert_topk=routing.expert_topk, expert_topp=routing.expert_topp, allow_irreproducible=routing.allow_irreproducible
         )
@@ -128,6 +136,9 @@ def without_idle_options(routing: RoutingOptions, shape: StepShape, config: Mode
         denominator=routing.denominator if router.norm_topk_prob else "survivors",
         floor=routing.floor if routing.policy in FLOOR_POLICIES else 1,
         coverage=routing.coverage if covers else 1.0,
+        route_top=routing.route_top if exchanges else RoutingOptions.route_top,
+        route_within=routing.route_within if exchanges else RoutingOptions.route_within,
+        vote="weights" if exchanges else routing.vote,
     )
 
 

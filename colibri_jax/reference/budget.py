@@ -19,8 +19,8 @@ class Ballot(NamedTuple):
     Attributes:
         member_SE: bool, the position uses the expert.
         weight_SE: final weights, float32 values as float64; 0 where not a member.
-        vote_SE: int64, what each position adds to the expert's aggregate A, in units of 2^-32; also for non-members
-            where scores vote.
+        vote_SE: int64, each position's votes in units of 2^-32; also for non-members where scores vote.
+        row_vote_S: int64, what each position's votes weigh in the aggregate A: 1 for all, or units of 2^-16.
         budget: int64 scalar N; 0 or less is off.
         floor: int32 scalar m >= 1, experts of each position that policies with a floor set always keep.
         coverage: float64 scalar τ in [2^-1000, 1], the share of ΣA that `coverage` keeps.
@@ -30,6 +30,7 @@ class Ballot(NamedTuple):
     member_SE: jax.Array
     weight_SE: jax.Array
     vote_SE: jax.Array
+    row_vote_S: jax.Array
     budget: jax.Array
     floor: jax.Array
     coverage: jax.Array
@@ -43,6 +44,14 @@ Rule = Callable[[Ballot], jax.Array]
 def votes(all_scores: jax.Array, weight_SE: jax.Array, score_SE: jax.Array) -> jax.Array:
     """int64 [S, E]: final weights, or the scores of all experts where `all_scores` (bool scalar) holds."""
     return exact.to_units(jnp.where(all_scores, score_SE, weight_SE))
+
+
+def aggregate_votes(ballot: Ballot) -> jax.Array:
+    """int64 [E]: A, each expert's votes summed over the positions, exactly (`routing_spec.most_voting_rows`).
+
+    With full votes throughout, A is that of plain votes times 2^16, and so is float64 of ΣA, which rounds as before.
+    """
+    return (ballot.row_vote_S[:, None] * ballot.vote_SE).sum(axis=0)
 
 
 def denominator(frozen: jax.Array, before_S: jax.Array, after_S: jax.Array) -> jax.Array:
@@ -72,7 +81,7 @@ def floor_set(ballot: Ballot) -> jax.Array:
 def aggregate(ballot: Ballot) -> jax.Array:
     """The N experts with the largest aggregate over the step; every other expert leaves every position."""
     union_E = ballot.member_SE.any(axis=0)
-    kept_E = largest(ballot.vote_SE.sum(axis=0), union_E, ballot.budget)
+    kept_E = largest(aggregate_votes(ballot), union_E, ballot.budget)
     return _where_acting(_over_budget(ballot), kept_E, ballot)
 
 
@@ -87,7 +96,7 @@ def coverage(ballot: Ballot) -> jax.Array:
     τ < 1 acts on every step. τ = 1 acts where the other policies do.
     """
     E = ballot.member_SE.shape[1]
-    union_E, first_E, vote_E = ballot.member_SE.any(axis=0), floor_set(ballot), ballot.vote_SE.sum(axis=0)
+    union_E, first_E, vote_E = ballot.member_SE.any(axis=0), floor_set(ballot), aggregate_votes(ballot)
     rest_E = union_E & ~first_E
     order = election_order(vote_E, rest_E)
     ordered_votes = jnp.where(rest_E, vote_E, 0)[order]
@@ -141,6 +150,63 @@ def substitute(
     )
 
 
+def cache_route(
+    choice_SE: jax.Array,
+    eligible_SE: jax.Array,
+    member_SE: jax.Array,
+    resident_E: jax.Array,
+    top: jax.Array,
+    within: jax.Array,
+    slots: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Picks that prefer what the cache holds, as many as every position had.
+
+    A position's *ranking* is its picks after TOPK and TOPP in router order, then the other experts that its groups allow, by
+    choice, ties to the lowest id; without TOPP that is the order of choice. Of n picks it keeps the first min(J, n) of the
+    ranking; then come residents among the ranking's first M, in its order; then the others in its order; n in all. So M = 0, a
+    cache of nothing and one of everything change nothing. Step 5 is done over the picks in descending order of choice, each
+    with its own score; positions do not know of each other.
+
+    Args:
+        choice_SE: float32 values as float64, score plus bias.
+        eligible_SE: bool, experts that the groups allow.
+        member_SE: bool, the picks.
+        resident_E: bool, what the cache holds.
+        top, within: int scalars J and M.
+        slots: places of a position, at least n.
+
+    Returns:
+        int32 ids by slot in descending order of choice, bool which slots are used, and bool [S, E] the same by expert.
+    """
+    S, E = choice_SE.shape
+    places_E = jnp.arange(E)
+    by_choice_SE = exact.key_index(exact.descending(exact.sort_keys(choice_SE, places_E, eligible_SE)))
+    ranking_SE = _at(by_choice_SE, _places_by(jnp.where(_at(member_SE, by_choice_SE), 0, 1)))
+    preferred_SE = resident_E[ranking_SE] & (places_E < within)
+    turn_SE = jnp.where(places_E < top, 0, jnp.where(preferred_SE, 1, 2))
+    ids_SE = _at(ranking_SE, _places_by(jnp.where(_at(eligible_SE, ranking_SE), turn_SE, 3)))
+    taken_SE = places_E < member_SE.sum(axis=1, keepdims=True)
+    picked_SE = jnp.zeros_like(member_SE).at[jnp.arange(S)[:, None], ids_SE].set(taken_SE)
+    key_SK = exact.descending(exact.sort_keys(choice_SE, places_E, picked_SE))[:, :slots]
+    return exact.key_index(key_SK), taken_SE[:, :slots], picked_SE
+
+
+def _at(values_SE: jax.Array, ids_SE: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(values_SE, ids_SE, axis=1)
+
+
+def _places_by(rank_SE: jax.Array) -> jax.Array:
+    """int [S, E]: places 0 … E - 1 by ascending rank (small integers), equal ones in ascending order."""
+    E = rank_SE.shape[1]
+    places_SE: jax.Array = jax.lax.sort(rank_SE * E + jnp.arange(E)) % E
+    return places_SE
+
+
+def _untouched(ballot: Ballot) -> jax.Array:
+    """For policies that take nothing from the union: every position may keep everything."""
+    return jnp.ones_like(ballot.member_SE)
+
+
 def _over_budget(ballot: Ballot) -> jax.Array:
     return (ballot.budget > 0) & (ballot.member_SE.any(axis=0).sum() > ballot.budget)
 
@@ -148,7 +214,7 @@ def _over_budget(ballot: Ballot) -> jax.Array:
 def _filled_up(first_E: jax.Array, ballot: Ballot) -> jax.Array:
     """bool [E]: these members of the union, then by A until N are kept."""
     rest_E = ballot.member_SE.any(axis=0) & ~first_E
-    return first_E | largest(ballot.vote_SE.sum(axis=0), rest_E, ballot.budget - first_E.sum())
+    return first_E | largest(aggregate_votes(ballot), rest_E, ballot.budget - first_E.sum())
 
 
 def _where_acting(acts: jax.Array, kept_E: jax.Array, ballot: Ballot) -> jax.Array:
@@ -162,6 +228,7 @@ POLICIES: dict[Policy, Rule] = {
     "coverage": coverage,
     "per_position": per_position,
     "resident": resident,
+    "cache_route": _untouched,
 }
 
 # Where one of these takes an expert from a position, the position chooses anew inside the kept set.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ from colibri_jax.reference.quantized import (
 )
 from colibri_jax.reference.residency import LayerResidency, Residency
 from colibri_jax.reference.rows_alone import selector
-from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Rows, Scope, Selection, check_scopes, check_step
+from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Rows, RowVotes, Scope, Selection, check_row_votes, check_scopes, check_step
 from colibri_jax.stats import STATS_SCOPES, ScopeStats, Stats, StatsScope
 from colibri_jax.tensors import tensor_specs
 
@@ -198,24 +198,27 @@ class ReferenceModel:
         scope: Scope,
         logits: Literal["all", "last"] = "all",
         rows: Rows = "together",
+        row_votes: RowVotes = None,
     ) -> Float32:
         """Run one step, see `LanguageModel.forward`.
 
         Raises:
-            TokenError, ContextOverflowError, OptionError: before anything is computed.
+            TokenError, ContextOverflowError, OptionError, ShapeError: before anything is computed.
             NonFiniteActivationError, NonFiniteLogitError: naming the layer.
             In every case the model stays as it was.
         """
         begin = time.perf_counter()
-        check_step(scope, logits, rows, self._routing)
+        check_step(scope, logits, rows, self._routing, row_votes)
         ids = self._check_tokens(tokens, self._position)
+        check_row_votes(row_votes, ids.size, self._config.moe.router, self._routing, self._config.moe.n_experts)
+        step: Any = {"scope": scope, "rows": rows, "row_votes": row_votes}
         hidden_TD, caches, selections = self.embed(ids), [], []
         router_logits: list[Float32] = []
         attended_TS: npt.NDArray[np.bool_] | None = None
         for layer, cache in enumerate(self._caches):
             shares = self._config.indexer is not None and self._config.indexer.kinds[layer] == "shared"
             shared_TS = attended_TS if shares else None
-            result = self.layer_step(layer, hidden_TD, cache, self._position, scope=scope, rows=rows, attended_TS=shared_TS)
+            result = self.layer_step(layer, hidden_TD, cache, self._position, attended_TS=shared_TS, **step)
             hidden_TD, attended_TS = result.hidden_TD, result.attended_TS
             caches.append(result.cache)
             if result.selection is not None and result.router_logits_TE is not None:
@@ -267,6 +270,7 @@ class ReferenceModel:
         *,
         scope: Scope = "prefill",
         rows: Rows = "together",
+        row_votes: RowVotes = None,
         attended_TS: npt.NDArray[np.bool_] | None = None,
         selection: Selection | None = None,
     ) -> LayerResult:
@@ -277,7 +281,7 @@ class ReferenceModel:
             hidden_TD: float32 [T, D], the layer's input.
             cache: rows 0 … start - 1 of what attention and (full indexer layers) the indexer keep; more rows are ignored.
             start: position of the first row.
-            scope, rows: for the budget, where no selection is given.
+            scope, rows, row_votes: for the budget, where no selection is given.
             attended_TS: bool [T, start + T], positions to attend to instead of the indexer's choice (causality applies in
                 any case). A layer that shares its choice needs it.
             selection: experts and weights to use instead of the router's.
@@ -295,7 +299,7 @@ class ReferenceModel:
 
         def select(logits_TE: Float32, router: RouterSpec) -> Selection:
             options = self._routing.effective(moe_index, "decode" if rows == "alone" else scope, self._budget_scopes)
-            return selection or selector(rows, options)(logits_TE, router)
+            return selection or selector(rows, options, row_votes)(logits_TE, router)
 
         return run_layer(
             self._layer(layer), hidden_TD, cache, start, rope=self._rope, geometry=self._geometry, attended_TS=attended_TS, select=select

@@ -16,30 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from colibri_jax.errors import NonFiniteLogitError, OptionError, ShapeError
+from colibri_jax.errors import NonFiniteLogitError, OptionError
 from colibri_jax.reference import budget, exact
-from colibri_jax.routing_spec import IRREPRODUCIBLE_POLICIES, Policy, RouterSpec, RoutingOptions, Score, Selection, check_logits
+from colibri_jax.reference.controls import Controls, controls_of, resident_mask
+from colibri_jax.routing_spec import Policy, RouterSpec, RoutingOptions, RowVotes, Score, Selection, check_logits, check_row_votes
 
-Step = tuple[npt.ArrayLike, RouterSpec, RoutingOptions] | tuple[npt.ArrayLike, RouterSpec, RoutingOptions, npt.ArrayLike | None]
+Step = (
+    tuple[npt.ArrayLike, RouterSpec, RoutingOptions]
+    | tuple[npt.ArrayLike, RouterSpec, RoutingOptions, npt.ArrayLike | None]
+    | tuple[npt.ArrayLike, RouterSpec, RoutingOptions, npt.ArrayLike | None, RowVotes]
+)
 """Arguments of `select_experts`."""
-
-
-class Controls(NamedTuple):
-    """Router and options as numbers, which may be traced: a compiled program serves all their values."""
-
-    n_experts: npt.ArrayLike
-    """Real experts; the ones after them only pad the shape (where there are no groups)."""
-    top_k: npt.ArrayLike
-    """Experts per position after TOPK."""
-    topk_group: npt.ArrayLike
-    topp: npt.ArrayLike
-    normalise: npt.ArrayLike
-    scale: npt.ArrayLike
-    budget: npt.ArrayLike
-    floor: npt.ArrayLike
-    coverage: npt.ArrayLike
-    frozen: npt.ArrayLike
-    all_scores: npt.ArrayLike
 
 
 class CoreSelection(NamedTuple):
@@ -66,7 +53,11 @@ class CoreSelection(NamedTuple):
 
 
 def select_experts(
-    logits_SE: npt.ArrayLike, router: RouterSpec, options: RoutingOptions, resident: npt.ArrayLike | None = None
+    logits_SE: npt.ArrayLike,
+    router: RouterSpec,
+    options: RoutingOptions,
+    resident: npt.ArrayLike | None = None,
+    row_votes: RowVotes = None,
 ) -> Selection:
     """Experts and weights of one step through one layer.
 
@@ -74,14 +65,17 @@ def select_experts(
         logits_SE: float32 [S, E] router logits.
         router: the model's router.
         options: with a single budget.
-        resident: experts in the cache, ids or bool [E]; read by policy `resident` alone, which needs it.
+        resident: experts in the cache, ids or bool [E]; read by `IRREPRODUCIBLE_POLICIES` alone, which need it.
+        row_votes: int [S], what each position's votes are multiplied by where they are summed over positions, so that
+            A[e] = Σ_s row_votes[s] · round(w[s,e] · 2^32). Full ones (2^16) throughout give what None gives. Nothing else
+            depends on them: every position keeps its floor, and `per_position` never sums.
 
     Raises:
         NonFiniteLogitError: names the first position and expert.
-        ShapeError, ConfigError: logits and router do not fit, or `resident` does not fit them.
-        OptionError: the budget is a list, or what is resident is not said.
+        ShapeError, ConfigError: logits and router do not fit, or `resident` or `row_votes` do not fit them.
+        OptionError: the budget is a list, or what is resident is not said, or row votes are out of range or too many.
     """
-    return select_many([(logits_SE, router, options, resident)], batch=1)[0]
+    return select_many([(logits_SE, router, options, resident, row_votes)], batch=1)[0]
 
 
 def select_many(cases: Sequence[Step], *, batch: int = 64) -> list[Selection]:
@@ -98,7 +92,9 @@ def select_many(cases: Sequence[Step], *, batch: int = 64) -> list[Selection]:
         logits = check_logits(values, router)
         _raise_if_nonfinite(logits)
         controls = controls_of(router, options, logits.shape[1])
-        arrays.append((logits, controls, resident_mask(options, rest[0] if rest else None, logits.shape[1])))
+        resident, row_votes = (*rest, None, None)[:2]
+        votes = check_row_votes(row_votes, logits.shape[0], router, options, logits.shape[1])
+        arrays.append((logits, controls, resident_mask(options, resident, logits.shape[1]), votes))
         rows, experts = _bucket(logits.shape[0], 8, 8), _expert_bucket(logits.shape[1])
         slots = min(_expert_bucket(router.top_k), experts)
         # Groups divide E, so that only routers without groups can share a padded one before the groups are chosen.
@@ -113,17 +109,20 @@ def select_many(cases: Sequence[Step], *, batch: int = 64) -> list[Selection]:
             filled = members + members[:1] * (batch - len(members))
             logits_BSE, bias_BE = np.zeros((batch, rows, experts), np.float32), np.zeros((batch, experts), np.float32)
             real_BS, resident_BE = np.zeros((batch, rows), bool), np.zeros((batch, _expert_bucket(experts)), bool)
+            row_vote_BS = np.ones((batch, rows), np.int64)
             for b, i in enumerate(filled):
-                (logits, _, resident_E), bias = arrays[i], cases[i][1].bias
+                (logits, _, resident_E, row_vote_S), bias = arrays[i], cases[i][1].bias
                 logits_BSE[b, : logits.shape[0], : logits.shape[1]] = logits
                 real_BS[b, : logits.shape[0]] = True
                 resident_BE[b, : resident_E.size] = resident_E
+                if row_vote_S is not None:
+                    row_vote_BS[b, : row_vote_S.size] = row_vote_S
                 if bias is not None:
                     bias_BE[b, : bias.size] = bias
             controls = Controls(*(np.stack(column) for column in zip(*(arrays[i][1] for i in filled), strict=True)))
             with jax.enable_x64(True):
                 scored = score_program(logits_BSE, bias_BE, controls, real_BS)
-                cores = jax.device_get(route_program(scored, controls, real_BS, resident_BE))
+                cores = jax.device_get(route_program(scored, controls, real_BS, resident_BE, row_vote_BS))
             for b, i in enumerate(members):
                 core = CoreSelection(*(field[b] for field in cores))
                 answers[i] = to_selection(core, positions=arrays[i][0].shape[0], top_k=cases[i][1].top_k)
@@ -138,6 +137,7 @@ def select_core(
     bias_E: jax.Array | None = None,
     real_S: jax.Array | None = None,
     resident_E: jax.Array | None = None,
+    row_vote_S: jax.Array | None = None,
 ) -> CoreSelection:
     """The definition, with router and options static. Call it under `jax.enable_x64(True)`, inside or outside jit.
 
@@ -147,7 +147,8 @@ def select_core(
         options: with a single budget.
         bias_E: float32 [E], used in place of `router.bias` where the bias is an array of the model.
         real_S: bool [S], False for rows that only pad the shape: they use nothing, vote for nothing, count nowhere.
-        resident_E: bool [E], experts in the cache, which policy `resident` needs.
+        resident_E: bool [E], experts in the cache, which `IRREPRODUCIBLE_POLICIES` need.
+        row_vote_S: int64 [S], see `select_experts`; taken as checked.
 
     Raises:
         OptionError: 64-bit arithmetic is off, the budget is a list, or what is resident is not said.
@@ -162,53 +163,10 @@ def select_core(
         real_S = jnp.ones(logits_SE.shape[0], bool)
     if resident_E is None:
         resident_E = jnp.asarray(resident_mask(options, None, logits_SE.shape[1]))
+    if row_vote_S is None:
+        row_vote_S = jnp.ones(logits_SE.shape[0], jnp.int64)
     scored = score_experts(logits_SE, bias_E, controls, real_S, score=router.score, n_group=router.n_group)
-    return route(scored, controls, real_S, resident_E, slots=router.top_k, policy=options.policy)
-
-
-def resident_mask(options: RoutingOptions, resident: npt.ArrayLike | None, n_experts: int) -> npt.NDArray[np.bool_]:
-    """bool [E] of residents given as ids or as bool [E]; all False for policies that do not look at the cache.
-
-    Raises:
-        OptionError: policy `resident` and nothing given. An empty cache is said with an empty list.
-        ShapeError: neither integers in [0, E) nor bool [E].
-    """
-    mask = np.zeros(n_experts, bool)
-    if options.policy not in IRREPRODUCIBLE_POLICIES:
-        return mask
-    if resident is None:
-        raise OptionError("the policy looks at the cache", where="resident", expected="ids or bool [E]", got=None)
-    given = np.asarray(resident)
-    if given.dtype == bool and given.shape == mask.shape:
-        return given
-    if given.size and (given.ndim != 1 or given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= n_experts):
-        raise ShapeError("resident experts", where="resident", expected=f"ids below {n_experts}, or bool [{n_experts}]", got=str(resident))
-    mask[given.astype(np.int64)] = True
-    return mask
-
-
-def controls_of(router: RouterSpec, options: RoutingOptions, n_experts: int) -> Controls:
-    """Router and options as NumPy numbers.
-
-    Raises:
-        OptionError: the budget is a list.
-    """
-    return Controls(
-        n_experts=np.int32(n_experts),
-        top_k=np.int32(min(options.expert_topk or router.top_k, router.top_k)),
-        topk_group=np.int32(router.topk_group),
-        # Decided here: a device that flushes subnormals would take the smallest P for 0, which is off.
-        topp=np.float64(options.expert_topp or 1.0),
-        normalise=np.bool_(router.norm_topk_prob),
-        scale=np.float64(router.routed_scaling_factor),
-        # A budget of all experts never acts; the cap keeps any Python integer representable.
-        budget=np.int64(min(options.scalar_budget, n_experts)),
-        floor=np.int32(min(options.floor, n_experts)),
-        # No ΣA exceeds 2^63, so that shares below 2^-1000 all mean "more than nothing", and no product is subnormal.
-        coverage=np.float64(max(options.coverage, 2.0**-1000)),
-        frozen=np.bool_(options.denominator == "frozen"),
-        all_scores=np.bool_(options.vote == "all_scores"),
-    )
+    return route(scored, controls, real_S, resident_E, row_vote_S, slots=router.top_k, policy=options.policy)
 
 
 class Scored(NamedTuple):
@@ -236,7 +194,9 @@ def score_experts(logits_SE: jax.Array, bias_E: jax.Array, controls: Controls, r
     return Scored(score_SE, choice_SE, eligible_SE, first_nonfinite(logits_SE, valid_SE))
 
 
-def route(scored: Scored, controls: Controls, real_S: jax.Array, resident_E: jax.Array, *, slots: int, policy: Policy) -> CoreSelection:
+def route(
+    scored: Scored, controls: Controls, real_S: jax.Array, resident_E: jax.Array, row_vote_S: jax.Array, *, slots: int, policy: Policy
+) -> CoreSelection:
     """Everything after the scores. A *slot* is one of a position's places in router order, at least K of them."""
     score_SE, choice_SE, eligible_SE, nonfinite = scored
     experts_E = jnp.arange(score_SE.shape[1])
@@ -258,6 +218,7 @@ def route(scored: Scored, controls: Controls, real_S: jax.Array, resident_E: jax
         member_SE,
         weight_SE,
         vote_SE,
+        row_vote_S,
         budget=jnp.asarray(controls.budget),
         floor=jnp.asarray(controls.floor),
         coverage=jnp.asarray(controls.coverage),
@@ -269,8 +230,12 @@ def route(scored: Scored, controls: Controls, real_S: jax.Array, resident_E: jax
     if policy in budget.SUBSTITUTING:
         ids_SK, after_SK, used_SE = budget.substitute(choice_SE, eligible_SE & allowed_SE, ids_SK, before_SK, after_SK, used_SE)
         score_SK = jnp.take_along_axis(score_SE, ids_SK, axis=1)
+    if policy == "cache_route":
+        top, within = jnp.asarray(controls.route_top), jnp.asarray(controls.route_within)
+        ids_SK, after_SK, used_SE = budget.cache_route(choice_SE, eligible_SE, member_SE, resident_E, top, within, slots)
+        score_SK = jnp.take_along_axis(score_SE, ids_SK, axis=1)
 
-    # Step 5 again for everyone: a position that lost nothing has the same sum, and so the same weights, as before.
+    # Step 5 again for everyone: a position that lost nothing has the same scores in the same order, and so the same weights.
     sum_after_S = budget.denominator(jnp.asarray(controls.frozen), sum_before_S, ordered_sum(score_SK, after_SK))
     weight_SK = jnp.where(after_SK, weight(score_SK, sum_after_S[:, None], controls), 0.0)
     from_SK, filled_SK = pack_left(after_SK)
@@ -350,7 +315,7 @@ def to_selection(core: CoreSelection, *, positions: int, top_k: int) -> Selectio
         weights=np.array(core.weights_SK[:positions, :top_k]),
         kept=kept,
         union_size=union_size,
-        dropped=union_size - kept.size,
+        dropped=int((core.union_E & ~core.kept_E).sum()),
         dropped_slots=int(core.dropped_slots),
         emptied_positions=int(core.emptied_positions),
         mass_kept=float(used) / float(before) if before else 1.0,

@@ -8,15 +8,16 @@ import numpy as np
 import numpy.typing as npt
 
 from colibri_jax.reference.routing import select_experts
-from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Rows, Selection, check_logits, check_rows_alone
+from colibri_jax.routing_spec import RouterSpec, RoutingOptions, Rows, RowVotes, Selection, check_logits, check_rows_alone
 
 Float32 = npt.NDArray[np.float32]
 
 
-def selector(rows: Rows, options: RoutingOptions) -> Callable[[Float32, RouterSpec], Selection]:
+def selector(rows: Rows, options: RoutingOptions, row_votes: RowVotes = None) -> Callable[[Float32, RouterSpec], Selection]:
     """How a step routes its rows, as a function of logits and router; `options` with a single budget."""
-    choose = select_rows_alone if rows == "alone" else select_experts
-    return lambda logits_SE, router: choose(logits_SE, router, options)
+    if rows == "alone":
+        return lambda logits_SE, router: select_rows_alone(logits_SE, router, options)
+    return lambda logits_SE, router: select_experts(logits_SE, router, options, row_votes=row_votes)
 
 
 def select_rows_alone(logits_SE: npt.ArrayLike, router: RouterSpec, options: RoutingOptions) -> Selection:

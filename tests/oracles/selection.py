@@ -143,6 +143,11 @@ def floor_of(ids: list[int], weights: list[float], m: int) -> list[int]:
     return best(dict(zip(ids, weights, strict=True)), m)[0]
 
 
+def row_vote(row_votes: np.ndarray | None, s: int) -> int:
+    """What the votes of row s are multiplied by."""
+    return 1 if row_votes is None else int(row_votes[s])
+
+
 def fill(first: list[int], votes: dict[int, int], n: int) -> tuple[list[int], bool]:
     """`first`, then others by votes until n are there; and whether a tie was decided at the edge."""
     rest = {e: v for e, v in votes.items() if e not in first}
@@ -164,8 +169,28 @@ def cover(first: list[int], votes: dict[int, int], share: float, n: int) -> tupl
     return kept, set()
 
 
-def select(logits: np.ndarray, router: RouterSpec, options: RoutingOptions, resident: np.ndarray | None = None) -> Verdict:
-    """The selection of one step by the rules of routing, TOPK, TOPP and the options' policy. `resident`: bool [E]."""
+def prefer_cached(ranking: list[int], n: int, resident: np.ndarray, top: int, within: int) -> list[int]:
+    """n experts of a ranking: its first `top`, then residents among its first `within`, then the others."""
+    picks = ranking[: min(top, n)]
+    for e in [e for e in ranking[:within] if resident[e]] + ranking:
+        if e not in picks and len(picks) < n:
+            picks.append(e)
+    return picks
+
+
+def scores_used(p: list[float], new: list[int], old: list[int]) -> list[float]:
+    """The scores, by expert, that the picks of a position which exchanged some are weighed with: their own."""
+    return p
+
+
+def select(
+    logits: np.ndarray,
+    router: RouterSpec,
+    options: RoutingOptions,
+    resident: np.ndarray | None = None,
+    row_votes: np.ndarray | None = None,
+) -> Verdict:
+    """The selection of one step by the rules of routing, TOPK, TOPP and the options' policy. `resident`: bool [E]; `row_votes`: int [S]."""
     everybody = range(logits.shape[0])
     events: set[str] = set()
     score, choice, allowed, old, topp_sums = [], [], [], [], []
@@ -190,7 +215,7 @@ def select(logits: np.ndarray, router: RouterSpec, options: RoutingOptions, resi
     for s in everybody:
         by_weight = dict.fromkeys(union, 0) | {e: units(w) for e, w in zip(old[s], old_weight[s], strict=True)}
         vote.append(by_weight if options.vote == "weights" else {e: units(score[s][e]) for e in union})
-    total_vote = {e: sum(vote[s][e] for s in everybody) for e in union}
+    total_vote = {e: sum(row_vote(row_votes, s) * vote[s][e] for s in everybody) for e in union}
     floor_set = sorted({e for s in everybody for e in floor_of(old[s], old_weight[s], options.floor)})
     held_sums = [sum(total_vote[e] for e in floor_set)]
     for e in best({e: v for e, v in total_vote.items() if e not in floor_set}, len(union))[0]:
@@ -223,7 +248,15 @@ def select(logits: np.ndarray, router: RouterSpec, options: RoutingOptions, resi
     lost = emptied = mass_used = mass_before = 0
     for s in everybody:
         new = [e for e in old[s] if e in may_keep[s]]
-        weight = old_weight[s]
+        weight, p = old_weight[s], score[s]
+        if policy == "cache_route":
+            ranking = old[s] + [e for e in best({e: choice[s][e] for e in allowed[s]}, len(union) + len(p))[0] if e not in old[s]]
+            picks = prefer_cached(ranking, len(old[s]), resident, options.route_top, options.route_within)
+            if set(picks) != set(old[s]):
+                new = best({e: choice[s][e] for e in picks}, len(picks))[0]
+                p = scores_used(p, new, old[s])
+                weight = weights_of(p, new, old_total[s] if options.denominator == "frozen" else total_of(p, new), router)
+                events |= {"budget_acts", "exchanged"}
         if len(new) < len(old[s]):
             if policy == "substitute":
                 survivors = new
@@ -242,14 +275,14 @@ def select(logits: np.ndarray, router: RouterSpec, options: RoutingOptions, resi
         if not new:
             emptied += 1
             events.add("emptied")
-        mass_used += sum(units(score[s][e]) for e in new)
+        mass_used += sum(units(p[e]) for e in new)
         mass_before += sum(units(score[s][e]) for e in old[s])
     selection = Selection(
         ids=ids_out,
         weights=weights_out,
         kept=np.array(sorted(kept), np.int32),
         union_size=len(union),
-        dropped=len(union) - len(kept),
+        dropped=len(set(union) - kept),
         dropped_slots=lost,
         emptied_positions=emptied,
         mass_kept=float(mass_used) / float(mass_before) if mass_before else 1.0,

@@ -154,11 +154,12 @@ class Engine {
     static MemoryPlan memory_plan(const ModelSpec& model, const EngineOptions& options);
 
     // Appends `tokens` and writes float32 logits [n or 1][vocab] (`last_only`). With `rows_alone` every row has the experts that it
-    // would have in a step of its own (RoutingOptions::rows_alone), and so the logits that decoding it would give. `interrupted` is
-    // asked between layers; when it answers true the step is abandoned, nothing is appended and false is returned. An Error leaves
-    // the engine as usable; the report says what the abandoned step did.
+    // would have in a step of its own (RoutingOptions::rows_alone), and so the logits that decoding it would give. `row_votes`
+    // weigh the rows of a budget's votes (select_experts); empty: all alike. `interrupted` is asked between layers; when it answers
+    // true the step is abandoned, nothing is appended and false is returned. An Error leaves the engine as usable; the report says
+    // what the abandoned step did.
     bool forward(std::span<const int32_t> tokens, bool budget_acts, bool last_only, float* logits,
-                 const std::function<bool()>& interrupted, bool rows_alone = false);
+                 const std::function<bool()>& interrupted, bool rows_alone = false, std::span<const int64_t> row_votes = {});
 
     // Steps from now on route by these; `budgets` as in EngineOptions.
     void reroute(const RoutingOptions& routing, std::vector<int64_t> budgets);

@@ -125,6 +125,8 @@ void set_routing(EngineOptions& o, const py::dict& d) {
     o.routing.vote = vote_named(get<std::string>(d, "vote"));
     o.routing.floor = get<int>(d, "floor");
     o.routing.coverage = get<double>(d, "coverage");
+    o.routing.route_top = get<int>(d, "route_top");
+    o.routing.route_within = get<int>(d, "route_within");
     o.budgets = get<std::vector<int64_t>>(d, "budgets");
 }
 
@@ -199,11 +201,13 @@ class PyEngine {
     }
 
     py::array_t<float> forward(const py::array_t<int32_t, py::array::c_style>& tokens, bool budget_acts, bool last_only,
-                               bool rows_alone) {
+                               bool rows_alone, const std::optional<py::array_t<int64_t, py::array::c_style>>& row_votes) {
         const std::span<const int32_t> view(tokens.data(), static_cast<size_t>(tokens.size()));
-        const py::ssize_t rows = last_only ? 1 : tokens.size();
-        return scored(rows,
-                      [&](float* out) { return engine_->forward(view, budget_acts, last_only, out, interrupted, rows_alone); });
+        std::span<const int64_t> votes;
+        if (row_votes) votes = {row_votes->data(), static_cast<size_t>(row_votes->size())};
+        return scored(last_only ? 1 : tokens.size(), [&](float* out) {
+            return engine_->forward(view, budget_acts, last_only, out, interrupted, rows_alone, votes);
+        });
     }
 
     // `hidden` is float32 [n][width], or the first of n rows of the last forward's, which then stay where they are.
@@ -305,7 +309,7 @@ void bind_engine(py::module_& module) {
     py::class_<PyEngine>(module, "Engine")
         .def(py::init<const py::dict&, const py::dict&>())
         .def("forward", &PyEngine::forward, py::arg("tokens"), py::arg("budget_acts"), py::arg("last_only"),
-             py::arg("rows_alone") = false)
+             py::arg("rows_alone") = false, py::arg("row_votes") = py::none())
         .def("reroute", &PyEngine::reroute)
         .def("rewind", [](PyEngine& self, int64_t n) { self.engine().rewind(n); })
         .def_property_readonly("position", [](PyEngine& self) { return self.engine().position(); })

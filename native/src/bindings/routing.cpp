@@ -18,11 +18,13 @@ namespace {
 
 using FloatArray = py::array_t<float, py::array::c_style>;
 using IdArray = py::array_t<int32_t, py::array::c_style>;
+using VoteArray = py::array_t<int64_t, py::array::c_style>;
 
 py::dict select(const FloatArray& logits, const std::string& score, int top_k, const std::optional<FloatArray>& bias, int n_group,
                 int topk_group, bool norm_topk_prob, double routed_scaling_factor, int expert_topk, double expert_topp,
                 int64_t budget, const std::string& policy, const std::string& denominator, const std::string& vote, int floor,
-                double coverage, const IdArray& resident, bool rows_alone) {
+                double coverage, const IdArray& resident, bool rows_alone, const VoteArray& row_votes, int route_top,
+                int route_within) {
     RouterSpec router;
     router.score = score_named(score);
     router.top_k = top_k;
@@ -41,15 +43,18 @@ py::dict select(const FloatArray& logits, const std::string& score, int top_k, c
     options.floor = floor;
     options.coverage = coverage;
     options.rows_alone = rows_alone;
+    options.route_top = route_top;
+    options.route_within = route_within;
 
     const py::ssize_t positions = logits.shape(0);
     const py::ssize_t experts = logits.shape(1);
     const std::span<const float> values(logits.data(), static_cast<size_t>(logits.size()));
     const std::span<const int32_t> in_cache(resident.data(), static_cast<size_t>(resident.size()));
+    const std::span<const int64_t> votes(row_votes.data(), static_cast<size_t>(row_votes.size()));
     Selection selection;
     {
         const py::gil_scoped_release released;
-        selection = select_experts(values, positions, experts, router, options, in_cache);
+        selection = select_experts(values, positions, experts, router, options, in_cache, votes);
     }
     py::dict result = selection_dict(selection);
     result["removed"] = to_array(selection.removed, {static_cast<py::ssize_t>(selection.removed.size())});
@@ -90,7 +95,8 @@ Policy policy_named(const std::string& name) {
                           {"substitute", Policy::substitute},
                           {"coverage", Policy::coverage},
                           {"per_position", Policy::per_position},
-                          {"resident", Policy::resident}});
+                          {"resident", Policy::resident},
+                          {"cache_route", Policy::cache_route}});
 }
 
 void bind_routing(py::module_& module) {
@@ -100,9 +106,12 @@ void bind_routing(py::module_& module) {
         py::arg("routed_scaling_factor"), py::arg("expert_topk"), py::arg("expert_topp"), py::arg("budget"), py::arg("policy"),
         py::arg("denominator"), py::arg("vote"), py::arg("floor") = 1, py::arg("coverage") = 1.0,
         py::arg("resident").noconvert() = IdArray(0), py::arg("rows_alone") = false,
+        py::arg("row_votes").noconvert() = VoteArray(0), py::arg("route_top") = 2, py::arg("route_within") = 12,
         "Selection's fields and `removed` (ascending ids that the budget took from the union) as a dict. logits: float32 [S, E], "
         "C-contiguous; the arguments are the validated fields of RouterSpec and RoutingOptions; resident: int32 ids in [0, E) "
-        "that the cache holds, for policy `resident` alone; rows_alone: every position is a step of its own.");
+        "that the cache holds, for policies that look at it; rows_alone: every position is a step of its own; row_votes: int64 "
+        "[S], "
+        "what each position's votes weigh, or empty.");
 }
 
 }  // namespace colibri::bindings

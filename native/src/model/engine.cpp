@@ -125,16 +125,18 @@ struct Engine::Impl {
         RoutingOptions routing = options.routing;
         routing.budget = budget_acts ? options.budgets.at(moe_index) : 0;
         if (!budget_acts) routing.coverage = 1.0;
+        if (!budget_acts) routing.route_within = 0;
         routing.rows_alone = rows_alone;
         return routing;
     }
 
-    bool run(std::span<const int32_t> tokens, bool budget_acts, const std::function<bool()>& interrupted) {
+    bool run(std::span<const int32_t> tokens, bool budget_acts, std::span<const int64_t> row_votes,
+             const std::function<bool()>& interrupted) {
         const int64_t n = static_cast<int64_t>(tokens.size()), width = model.width;
         hidden.reserve(n * width);
         for (int64_t p = 0; p < n; ++p) embed.row(products.kernels(), tokens[p], hidden.data() + p * width);
         attention_scratch.attended.clear();
-        MoEContext context{products, store.get(), nullptr, clock, report, tracing};
+        MoEContext context{products, store.get(), nullptr, clock, report, tracing, row_votes};
         feed_forward_scratch.ahead_moe_index = -1;
         trace = {};
         for (int64_t layer = 0; layer < model.layers; ++layer) {
@@ -247,14 +249,14 @@ Engine::Engine(ModelSpec model, EngineOptions options) : impl_(std::make_unique<
 Engine::~Engine() = default;
 
 bool Engine::forward(std::span<const int32_t> tokens, bool budget_acts, bool last_only, float* logits,
-                     const std::function<bool()>& interrupted, bool rows_alone) {
+                     const std::function<bool()>& interrupted, bool rows_alone, std::span<const int64_t> row_votes) {
     Impl& self = *impl_;
     const Clock::time_point begin = Clock::now();
     self.report = {};
     self.rows_alone = rows_alone;
     self.check(tokens, self.position, last_only);
     return self.reported(begin, [&] {
-        if (!self.run(tokens, budget_acts, interrupted)) return false;
+        if (!self.run(tokens, budget_acts, row_votes, interrupted)) return false;
         const int64_t n = static_cast<int64_t>(tokens.size());
         self.score(self.normed_hidden(n), n, last_only, logits);
         std::swap(self.hidden, self.kept_hidden);

@@ -110,10 +110,11 @@ Selection FeedForward::choose(MoEContext& context, FeedForwardScratch& s, const 
                 context.products.kernels().dot_f64(router_.f32() + (i % experts) * width, normed + (i / experts) * width, width));
     });
     s.resident.clear();
-    if (options.policy == Policy::resident)
+    if (looks_at_cache(options.policy))
         for (int32_t expert = 0; expert < experts; ++expert)
             if (context.store->resident(static_cast<int>(moe_index_), expert)) s.resident.push_back(expert);
-    return select_experts({logits.data(), static_cast<size_t>(n * experts)}, n, experts, router_spec_, options, s.resident);
+    return select_experts({logits.data(), static_cast<size_t>(n * experts)}, n, experts, router_spec_, options, s.resident,
+                          context.row_votes);
 }
 
 void FeedForward::count_avoided(MoEContext& context, const Selection& selection) const {

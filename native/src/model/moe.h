@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -39,7 +40,8 @@ struct MoEContext {
     const StoredExpert* shape;  // every expert's of the layer at hand; null where it is dense
     PhaseClock& clock;
     StepReport& report;
-    bool traced;  // products go in the order of the definition, for those who read the record
+    bool traced;                              // products go in the order of the definition, for those who read the record
+    std::span<const int64_t> row_votes = {};  // of the step's rows, where they are not all alike
 };
 
 class FeedForward {

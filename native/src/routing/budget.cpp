@@ -24,9 +24,12 @@ size_t additions_to_cover(const Ballot& ballot, std::span<const int32_t> by_vote
 }  // namespace
 
 bool budget_acts(const RoutingOptions& options, int64_t union_size) {
+    if (options.policy == Policy::cache_route) return options.route_within > 0;
     if (options.policy == Policy::coverage && options.coverage < 1.0) return true;
     return options.budget > 0 && union_size > options.budget;
 }
+
+bool acts_on_positions(Policy policy) { return policy == Policy::per_position || policy == Policy::cache_route; }
 
 bool has_floor(Policy policy) { return policy == Policy::floor || policy == Policy::substitute || policy == Policy::coverage; }
 

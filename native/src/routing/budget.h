@@ -12,12 +12,15 @@ namespace colibri::routing {
 // What the policies that cut the whole union judge by.
 struct Ballot {
     std::span<const int32_t> members;  // the union, ascending
-    std::span<const int64_t> votes;    // [experts]: each expert's aggregate in units of 2^-32
+    std::span<const int64_t> votes;    // [experts]: each expert's aggregate, all in the same unit
     std::span<const int32_t> secured;  // members that stay whatever their votes, ascending: the floor set, or cache hits
 };
 
 // Whether the options ask for a cut of a union of this size. `per_position` may then still find nothing to cut.
 bool budget_acts(const RoutingOptions& options, int64_t union_size);
+
+// Whether the policy cuts or exchanges a position's experts without regard to the other positions, and so without votes.
+bool acts_on_positions(Policy policy);
 
 // Whether the policy has a floor set: every position's best experts.
 bool has_floor(Policy policy);

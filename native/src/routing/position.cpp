@@ -73,6 +73,41 @@ int PositionRouter::pick_among(std::span<const float> logits, const std::vector<
     return take_first(count, ids, picked);
 }
 
+int PositionRouter::prefer_cached(std::span<const float> logits, const std::vector<bool>& cached, std::span<int32_t> ids,
+                                  std::span<float> picked) {
+    const size_t count = ids.size();
+    const auto within = static_cast<size_t>(options_.route_within);
+    if (within <= count) return 0;  // the ranking begins with the picks themselves
+    rank_candidates(logits);
+    std::erase_if(candidates_, [&](uint64_t key) { return std::find(ids.begin(), ids.end(), key_id(key)) != ids.end(); });
+    const size_t others = std::min(candidates_.size(), within - count);
+    select_largest(candidates_, others);
+    std::sort(candidates_.begin(), candidates_.begin() + static_cast<std::ptrdiff_t>(others), std::greater<>());
+
+    // The best cached ones come in for the last picks that are not cached, as long as those are beyond the first J.
+    size_t leaving = count;
+    const auto next_to_leave = [&] {
+        while (leaving > static_cast<size_t>(options_.route_top))
+            if (!cached[ids[--leaving]]) return true;
+        return false;
+    };
+    picks_.assign(count, 0);
+    for (size_t i = 0; i < count; ++i) picks_[i] = rank_key(choice_[ids[i]], static_cast<size_t>(ids[i]));
+    int came = 0;
+    for (size_t i = 0; i < others; ++i) {
+        if (!cached[key_id(candidates_[i])]) continue;
+        if (!next_to_leave()) break;
+        picks_[leaving] = candidates_[i];
+        ++came;
+    }
+    std::sort(picks_.begin(), picks_.end(), std::greater<>());
+    for (size_t i = 0; i < count; ++i) {
+        ids[i] = key_id(picks_[i]);
+        picked[i] = scores_[ids[i]];
+    }
+    return came;
+}
+
 // Scores of all experts and rank keys of those that the position's groups allow.
 void PositionRouter::rank_candidates(std::span<const float> logits) {
     if (router_.score == Score::sigmoid) {

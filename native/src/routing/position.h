@@ -24,6 +24,11 @@ class PositionRouter {
     int pick_among(std::span<const float> logits, const std::vector<bool>& allowed, int count, std::span<int32_t> ids,
                    std::span<float> picked);
 
+    // Exchanges picks of one position, `ids` in router order with their scores in `picked`, for experts that are `cached`
+    // [experts]: policy `cache_route`, reference/budget.py. Writes like `route` and returns how many were exchanged.
+    int prefer_cached(std::span<const float> logits, const std::vector<bool>& cached, std::span<int32_t> ids,
+                      std::span<float> picked);
+
     // Scores of all experts for the position seen last.
     std::span<const float> scores() const { return scores_; }
 
@@ -42,6 +47,7 @@ class PositionRouter {
     std::vector<uint64_t> candidates_;  // rank keys of the eligible experts
     std::vector<uint64_t> groups_;      // rank keys of the groups
     std::vector<uint64_t> by_score_;    // rank keys of the chosen, for TOPP
+    std::vector<uint64_t> picks_;       // rank keys of the chosen, by choice
 };
 
 // Float64 sum of scores, one by one in the given order.

@@ -21,9 +21,10 @@ std::vector<int32_t> marked_ids(const std::vector<bool>& marked) {
 
 Selection select_rows_alone(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router,
                             const RoutingOptions& options) {
-    if (options.policy == Policy::resident)
+    if (looks_at_cache(options.policy))
         throw Error("OptionError", "the policy looks at the cache, which later steps would find otherwise", "rows alone",
-                    "a policy that is a function of logits and options", "resident");
+                    "a policy that is a function of logits and options",
+                    options.policy == Policy::resident ? "resident" : "cache_route");
     RoutingOptions single = options;
     single.rows_alone = false;
     Selection all;

@@ -42,11 +42,28 @@ void check_logits(std::span<const float> logits, int64_t positions, int64_t expe
     }
 }
 
+void check_row_votes(std::span<const int64_t> row_votes, int64_t positions, const RoutingOptions& options) {
+    if (row_votes.empty()) return;
+    const auto refuse = [](const char* what, const std::string& expected, const std::string& got) {
+        throw Error("OptionError", what, "row_votes", expected, got);
+    };
+    const auto given = static_cast<int64_t>(row_votes.size());
+    if (given != positions) refuse("votes of other rows than the step's", std::to_string(positions), std::to_string(given));
+    if (given > kMostVotingRows)
+        refuse("weighed votes of so many rows are not exact", "at most " + std::to_string(kMostVotingRows), std::to_string(given));
+    if (options.rows_alone) refuse("rows that are routed alone do not vote together", "none", std::to_string(given));
+    for (const int64_t vote : row_votes)
+        if (vote < 0 || vote > kFullVote)
+            refuse("vote of a row out of range", "0 to " + std::to_string(kFullVote), std::to_string(vote));
+}
+
 // One step between routing and budget. Slots of a position lie at [position · top_k, + count), in router order.
 class Step {
   public:
-    Step(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router, const RoutingOptions& options)
+    Step(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router, const RoutingOptions& options,
+         std::span<const int64_t> row_votes)
         : logits_(logits),
+          row_votes_(row_votes),
           router_(router),
           options_(options),
           experts_(experts),
@@ -75,7 +92,7 @@ class Step {
     // Steps 1 to 6 of every position: ids, weights, the union (in `kept`) and the votes.
     void route() {
         // The union is not known yet: votes are counted where the budget would act on some.
-        const bool votes = options_.policy != Policy::per_position && budget_acts(options_, std::numeric_limits<int64_t>::max());
+        const bool votes = !acts_on_positions(options_.policy) && budget_acts(options_, std::numeric_limits<int64_t>::max());
         const bool all_scores = votes && options_.vote == Vote::all_scores;
         votes_.assign(votes ? experts_ : 0, 0);
         for (int64_t row = 0; row < out_.positions; ++row) {
@@ -84,10 +101,11 @@ class Step {
             // A pick that TOPP took away leaves its id behind it.
             std::fill(ids(row, out_.top_k).begin() + count, ids(row, out_.top_k).end(), -1);
             gate_weights(router_, picked(row, count), ordered_sum(picked(row, count)), weights(row, count));
+            const int64_t vote = row_votes_.empty() ? 1 : row_votes_[row];
             if (all_scores) {
-                for (int64_t e = 0; e < experts_; ++e) votes_[e] += to_units(position_router_.scores()[e]);
+                for (int64_t e = 0; e < experts_; ++e) votes_[e] += vote * to_units(position_router_.scores()[e]);
             } else if (votes) {
-                for (int i = 0; i < count; ++i) votes_[ids(row, count)[i]] += to_units(weights(row, count)[i]);
+                for (int i = 0; i < count; ++i) votes_[ids(row, count)[i]] += vote * to_units(weights(row, count)[i]);
             }
         }
         out_.kept = used_experts();
@@ -112,25 +130,27 @@ class Step {
 
     void apply_budget(std::span<const int32_t> resident) {
         const std::vector<int32_t> members = std::move(out_.kept);
-        const bool alone = options_.policy == Policy::per_position;
-        std::vector<bool> stays(experts_, false);
-        if (!alone) {
+        // Experts that stay; of `cache_route`, those that the cache holds.
+        std::vector<bool> marked(experts_, false);
+        if (options_.policy == Policy::cache_route) {
+            for (const int32_t id : resident) marked[id] = true;
+        } else if (!acts_on_positions(options_.policy)) {
             const std::vector<int32_t> secured = secured_experts(members, resident);
             out_.kept = keep_experts({members, votes_, secured}, options_);
-            for (const int32_t id : out_.kept) stays[id] = true;
+            for (const int32_t id : out_.kept) marked[id] = true;
         }
 
         int64_t mass_before = 0;
         int64_t mass_after = 0;
         for (int64_t row = 0; row < out_.positions; ++row) {
             for (const float score : picked(row, counts_[row])) mass_before += to_units(score);
-            const int left = alone ? cut_alone(row) : cut_position(row, stays);
+            const int left = act_on_position(row, marked);
             for (const float score : picked(row, left)) mass_after += to_units(score);
         }
         if (mass_before > 0) out_.mass_kept = static_cast<double>(mass_after) / static_cast<double>(mass_before);
 
         // A position that picks again may leave the last use of an expert that the policy kept.
-        if (alone || options_.policy == Policy::substitute) out_.kept = used_experts();
+        if (acts_on_positions(options_.policy) || options_.policy == Policy::substitute) out_.kept = used_experts();
         std::set_difference(members.begin(), members.end(), out_.kept.begin(), out_.kept.end(), std::back_inserter(out_.removed));
         out_.dropped = static_cast<int64_t>(out_.removed.size());
     }
@@ -152,7 +172,23 @@ class Step {
         return marked_ids(secured);
     }
 
-    // Cuts one position to the experts that stay; returns how many it has then.
+    // What the policy does to one position; returns how many experts it has then.
+    int act_on_position(int64_t row, const std::vector<bool>& marked) {
+        if (options_.policy == Policy::per_position) return cut_alone(row);
+        return options_.policy == Policy::cache_route ? exchange(row, marked) : cut_position(row, marked);
+    }
+
+    // `cache_route`: as many picks as before, of which cached experts have replaced some.
+    int exchange(int64_t row, const std::vector<bool>& cached) {
+        const int count = counts_[row];
+        const double sum_before = ordered_sum(picked(row, count));
+        const int came = position_router_.prefer_cached(logits(row), cached, ids(row, count), picked(row, count));
+        out_.dropped_slots += came;
+        if (came > 0) weigh_again(row, count, sum_before);
+        return count;
+    }
+
+    // Cuts one position to the experts that stay.
     int cut_position(int64_t row, const std::vector<bool>& stays) {
         const int count = counts_[row];
         const bool lost = std::any_of(ids(row, count).begin(), ids(row, count).end(), [&](int32_t id) { return !stays[id]; });
@@ -215,23 +251,25 @@ class Step {
     }
 
     const std::span<const float> logits_;
+    const std::span<const int64_t> row_votes_;  // empty: all alike
     const RouterSpec& router_;
     const RoutingOptions& options_;
     const int64_t experts_;
     PositionRouter position_router_;
     std::vector<float> picked_;   // [positions][top_k]: scores of the chosen
     std::vector<int> counts_;     // [positions]: chosen after TOPP
-    std::vector<int64_t> votes_;  // [experts], in units of 2^-32; empty where no policy asks for them
+    std::vector<int64_t> votes_;  // [experts], in units of 2^-32, or 2^-48 with row votes; empty where no policy asks for them
     Selection out_;
 };
 
 }  // namespace
 
 Selection select_experts(std::span<const float> logits, int64_t positions, int64_t experts, const RouterSpec& router,
-                         const RoutingOptions& options, std::span<const int32_t> resident) {
+                         const RoutingOptions& options, std::span<const int32_t> resident, std::span<const int64_t> row_votes) {
     check_logits(logits, positions, experts, router);
+    check_row_votes(row_votes, positions, options);
     if (options.rows_alone) return routing::select_rows_alone(logits, positions, experts, router, options);
-    return Step(logits, positions, experts, router, options).finish(resident);
+    return Step(logits, positions, experts, router, options, row_votes).finish(resident);
 }
 
 }  // namespace colibri
