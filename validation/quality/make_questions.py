@@ -18,6 +18,9 @@ The rules look at texts alone, never at what a model makes of them. They know tw
 - All definitions start with a capital and end without a full stop, so that their form does not tell the dictionary that they are from.
 - Three distractors are drawn from the 20 definitions nearest in length that are of the other domain, belong to a headword that shares
   no word with this one, and share no stem (a word's first five letters) with this headword and its definition.
+  That they come from the other domain was chosen for the task to tell settings apart: with distractors of the same domain the shipped
+  model, exact, is right in 42 % of the questions, of either domain in 51 %, of the other one in 58 % (57.7 to 59.5 % with four seeds).
+  Only these totals were looked at.
 - The right answer's place goes around 0, 1, 2, 3 through the shuffled questions, so that each place is right in a quarter of them.
 """
 
