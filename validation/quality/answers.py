@@ -130,11 +130,10 @@ class Answer:
             "",
             self.says,
             "",
-            f"`sh validation/quality/curves.sh OUT {' '.join(self.reports)}`, then `python validation/quality/answers.py OUT`; held-out text, "
-            "shipped model, native engine. Errors of KLD are those of independent windows, of PPL those of independent tokens.",
+            f"`sh validation/quality/curves.sh OUT {' '.join(self.reports)}`, then `python validation/quality/answers.py OUT`; held-out "
+            "text, shipped model, native engine. Errors of KLD are those of independent windows, of PPL those of independent tokens.",
             "",
-            "| setting | bytes | experts | mass | KLD | p99 | same top | PPL × | emptied |",
-            "|---|---|---|---|---|---|---|---|---|",
+            *TABLE_HEAD,
             *(_table_row(row) for row in _once(row for _, rows in self.lines for row in rows)),
             "",
             *([self.extra, ""] if self.extra else []),
@@ -175,13 +174,7 @@ def answers(rows: Sequence[Row]) -> list[Answer]:
     prefill = {(p, d): of("prefill", p, d) for p in ("aggregate", "floor", "substitute") for d in ("survivors", "frozen")}
 
     four, six = at(decode["survivors"], 4), at(decode["survivors"], 6)
-    layers = "\n".join(
-        ["| experts of 8 | " + " | ".join(f"MoE layer {i}" for i in range(len(six.layers_mass))) + " |", "|---" * (1 + len(six.layers_mass)) + "|"]
-        + [
-            f"| {row.routing['budget']} | " + " | ".join(f"{mass:.3f}" for mass in row.layers_mass) + " |"
-            for row in decode["frozen"]
-        ]
-    )  # fmt: skip
+    aggregate, substitute = {d: verify["aggregate", d] for d in decode}, {d: verify["substitute", d] for d in decode}
     found = [
         Answer(
             "mass",
@@ -189,10 +182,10 @@ def answers(rows: Sequence[Row]) -> list[Answer]:
             ("decode",),
             [("aggregate frozen", decode["frozen"]), ("aggregate survivors", decode["survivors"])],
             f"A position's best 6 of 8 experts hold {six.mass:.1%} of its router mass and its best 4 hold {four.mass:.1%}, where the "
-            "proposal guessed over 90 % and 80 to 85 %. The gates are flat in every layer, so that no cut of two experts is free: it costs "
-            f"a KLD of {at(decode['frozen'], 6).kld:.3f} at best.",
+            "proposal guessed over 90 % and 80 to 85 %. The gates are flat in every layer, so that no cut of two experts is free: it "
+            f"costs a KLD of {at(decode['frozen'], 6).kld:.3f} at best.",
             ("mass kept", lambda row: row.mass),
-            layers,
+            _mass_by_layer(decode["frozen"]),
         ),
         Answer(
             "denominator",
@@ -201,37 +194,34 @@ def answers(rows: Sequence[Row]) -> list[Answer]:
             [
                 *((f"decode aggregate {d}", decode[d]) for d in decode),
                 *((f"decode coverage {d}", cover[d]) for d in cover),
-                *((f"verify aggregate {d}", verify["aggregate", d]) for d in decode),
+                *((f"verify aggregate {d}", aggregate[d]) for d in decode),
             ],
-            "A frozen denominator is better at every budget, policy and kind of step measured: at 4 of 8 in decoding it has a KLD of "
-            f"{at(decode['frozen'], 4).kld:.3f} against {four.kld:.3f}. Scaling what is left up to full weight makes the remaining experts "
-            "say more than they would have, and an answer with less of the routed sum is nearer to the truth than one with a wrong sum.",
+            "A frozen denominator has the smaller KLD at every budget, policy and kind of step measured: at 4 of 8 in decoding "
+            f"{at(decode['frozen'], 4).kld:.3f} against {four.kld:.3f}. Scaling what is left up to full weight makes the remaining "
+            "experts say more than they would have, and an answer with less of the routed sum is nearer to the truth than a wrong sum.",
         ),
         Answer(
             "substitution",
             "Truncation against substitution in verification",
             ("verify",),
             [(f"{p} {d}", verify[p, d]) for p in ("aggregate", "floor", "substitute") for d in ("frozen", "survivors")],
-            f"With survivors' denominators substitution is better at every budget ({at(verify['substitute', 'survivors'], 12).kld:.3f} against "
-            f"{at(verify['aggregate', 'survivors'], 12).kld:.3f} at 12); with frozen ones it helps below 12 experts, where it cannot empty a "
-            f"position ({at(verify['substitute', 'frozen'], 6).kld:.3f} against {at(verify['aggregate', 'frozen'], 6).kld:.3f} at 6), and "
-            f"costs a little above ({at(verify['substitute', 'frozen'], 16).kld:.4f} against {at(verify['aggregate', 'frozen'], 16).kld:.4f} "
-            "at 16). A newcomer of the position's own ranking stands in for a lost expert no better than nothing does, once the rest keeps "
-            "its weights; what it repairs is a sum that was scaled up.",
+            "With survivors' denominators substitution is better up to 20 experts "
+            f"({at(substitute['survivors'], 12).kld:.3f} against {at(aggregate['survivors'], 12).kld:.3f} at 12); with frozen ones it "
+            "helps below 12, where truncation empties positions "
+            f"({at(substitute['frozen'], 6).kld:.3f} against {at(aggregate['frozen'], 6).kld:.3f} at 6), and costs a little above "
+            f"({at(substitute['frozen'], 16).kld:.4f} against {at(aggregate['frozen'], 16).kld:.4f} at 16). "
+            "What substitution repairs is mostly a sum that was scaled up: where the rest keeps its weights, a newcomer stands in for a "
+            "lost expert no better than nothing does.",
         ),
         Answer(
             "union",
             "A union's budget against one per position, for verification",
             ("verify", "verify_per", "verify_coverage"),
-            [
-                ("aggregate frozen", verify["aggregate", "frozen"]),
-                ("per_position frozen", per["frozen"]),
-                ("coverage frozen", vcover["frozen"]),
-            ],
-            "At equal expert bytes a union's budget is better than one per position: 16 of a union of 21 cost a KLD of "
-            f"{at(verify['aggregate', 'frozen'], 16).kld:.4f} at {at(verify['aggregate', 'frozen'], 16).bytes_share:.0%} of the bytes, 6 of 8 "
-            f"for each position {at(per['frozen'], 6).kld:.4f} at {at(per['frozen'], 6).bytes_share:.0%}. Per position the result does not "
-            "depend on who shares the step, and coverage, which sizes the union by its votes, is the best of the three.",
+            [("aggregate frozen", aggregate["frozen"]), ("per_position frozen", per["frozen"]), ("coverage frozen", vcover["frozen"])],
+            "Above a third of the expert bytes a union's budget is better than one per position: 16 of a union of 21 have a KLD of "
+            f"{at(aggregate['frozen'], 16).kld:.4f} at {at(aggregate['frozen'], 16).bytes_share:.0%} of the bytes, 6 of 8 for each "
+            f"position {at(per['frozen'], 6).kld:.4f} at {at(per['frozen'], 6).bytes_share:.0%}. Per position the result does not depend "
+            "on who shares the step, and coverage, which sizes each union by its votes, is the best of the three.",
         ),
         Answer(
             "votes",
@@ -241,11 +231,10 @@ def answers(rows: Sequence[Row]) -> list[Answer]:
                 *((f"{p} {d} weights", verify[p, d]) for p, d in votes),
                 *((f"{p} {d} all_scores", votes[p, d]) for p, d in votes),
             ],
-            "Votes by final weights are better at every budget, policy and denominator measured (aggregate frozen at 12: "
-            f"{at(verify['aggregate', 'frozen'], 12).kld:.3f} against {at(votes['aggregate', 'frozen'], 12).kld:.3f}), and all scores empty "
-            f"positions where weights do not ({at(votes['aggregate', 'frozen'], 12).emptied} against "
-            f"{at(verify['aggregate', 'frozen'], 12).emptied}). A sigmoid router gives the 56 experts that a position did not choose more "
-            "score together than the 8 that it did, so that most of such a vote is for experts nobody uses.",
+            "Votes by final weights have the smaller KLD at every budget, policy and denominator measured (aggregate frozen at 12: "
+            f"{at(aggregate['frozen'], 12).kld:.3f} against {at(votes['aggregate', 'frozen'], 12).kld:.3f}), and all scores empty more "
+            f"positions ({at(votes['aggregate', 'frozen'], 12).emptied} against {at(aggregate['frozen'], 12).emptied}). A position's "
+            "eight experts hold only a part of a sigmoid router's scores, and the rest of such a vote goes to experts nobody uses.",
         ),
         Answer(
             "prefill",
@@ -256,38 +245,42 @@ def answers(rows: Sequence[Row]) -> list[Answer]:
                 ("per_position frozen", of("prefill_per", "per_position", "frozen")),
                 ("coverage frozen", of("prefill_coverage", "coverage", "frozen")),
             ],
-            f"In chunks of 64 positions a layer uses {prefill['aggregate', 'frozen'][0].union:.0f} of 64 experts, and only budgets near that "
-            f"are harmless: 56 has a KLD of {at(prefill['aggregate', 'frozen'], 56).kld:.4f} and saves "
+            f"In chunks of 64 positions a layer uses {prefill['aggregate', 'frozen'][0].union:.0f} of 64 experts, and only budgets near "
+            f"that are harmless: 56 has a KLD of {at(prefill['aggregate', 'frozen'], 56).kld:.4f} and saves "
             f"{1 - at(prefill['aggregate', 'frozen'], 56).bytes_share:.0%} of the expert bytes, 48 has "
             f"{at(prefill['aggregate', 'frozen'], 48).kld:.3f} and saves {1 - at(prefill['aggregate', 'frozen'], 48).bytes_share:.0%}. "
-            "What a longer prompt needs of experts grows to all of them while what it reads per token falls, so that a prefill budget "
-            "saves least where it costs most.",
+            "A longer chunk needs nearly all experts whatever it holds and reads few bytes per token, so that a prefill budget saves "
+            "least where it costs most.",
         ),
     ]
     return [answer for answer in found if all(rows for _, rows in answer.lines)]
 
 
+def _mass_by_layer(rows: Sequence[Row]) -> str:
+    layers = len(rows[0].layers_mass)
+    head = "| experts of 8 | " + " | ".join(f"mass, MoE layer {i}" for i in range(layers)) + " |"
+    body = [f"| {row.routing['budget']} | " + " | ".join(f"{mass:.3f}" for mass in row.layers_mass) + " |" for row in rows]
+    return "\n".join([head, "|---" * (1 + layers) + "|", *body])
+
+
+TITLES = {
+    "decode": "Decoding",
+    "verify": "Verification of 4 rows",
+    "prefill": "Prefill in chunks of 64",
+    "damage": "Prompts that were cut",
+    "cached": "Policies that look at the cache",
+    "swapped": "Exchange for cached experts",
+}
+TABLE_HEAD = ("| setting | bytes | experts | mass | KLD | p99 | same top | PPL × | emptied |", "|---|---|---|---|---|---|---|---|---|")
+
+
 def write_curves(rows: Sequence[Row], directory: Path) -> None:
     """Every row of every report, for those who look for one."""
-    kinds = {
-        "decode": "Decoding",
-        "verify": "Verification of 4 rows",
-        "prefill": "Prefill in chunks of 64",
-        "damage": "Prompts that were cut",
-    }
     text = ["# All curves", "", "`python validation/quality/answers.py OUT`; figures of all settings that `curves.sh` measures.", ""]
-    for prefix, title in {**kinds, "cached": "Policies that look at the cache", "swapped": "Exchange for cached experts"}.items():
+    for prefix, title in TITLES.items():
         some = _once(row for row in rows if row.report.startswith(prefix))
         if some:
-            head = "| setting | bytes | experts | mass | KLD | p99 | same top | PPL × | emptied |"
-            text += [
-                f"## {title}, {some[0].tokens:,} tokens",
-                "",
-                head,
-                "|---|---|---|---|---|---|---|---|---|",
-                *map(_table_row, some),
-                "",
-            ]
+            text += [f"## {title}, {some[0].tokens:,} tokens", "", *TABLE_HEAD, *map(_table_row, some), ""]
     (directory / "curves.md").write_text("\n".join(text), encoding="utf8")
 
 
