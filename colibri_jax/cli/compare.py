@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from colibri_jax.cli.auto_budget import is_recommended, resolve_auto
 from colibri_jax.cli.options import (
     BYTES_PER_GB,
     effective_options,
@@ -134,7 +135,7 @@ def compare(ctx: click.Context, /, **_: Any) -> None:
     from colibri_jax.compare import CompareOptions
     from colibri_jax.compare import compare as run
 
-    options = effective_options(ctx)
+    options, auto = resolve_auto(effective_options(ctx))
     value = {name: option.value for name, option in options.items()}
     directory = model_directory(value["model_dir"])
     routing, scopes = routing_from(options)
@@ -147,7 +148,9 @@ def compare(ctx: click.Context, /, **_: Any) -> None:
         notes.append("no greedy tokens, for which every token would load all layers anew: --greedy N asks for them")
     for note in notes:
         click.echo(note, err=True)
-    for note in budget_notes(config, routing, scopes, largest_prefill_step=value["prefill"]):
+    if auto is not None:
+        click.echo(auto.line(), err=True)
+    for note in budget_notes(config, routing, scopes, largest_prefill_step=value["prefill"], measured=is_recommended(auto, routing)):
         click.echo(note, err=True)
     tokenizer = ChatTokenizer.from_directory(directory)
     prompt_ids = (

@@ -17,6 +17,7 @@ from rich.console import Console
 
 import colibri_jax
 from colibri_jax.cli import EXIT_INTERRUPTED
+from colibri_jax.cli.auto_budget import AutoChoice, is_recommended, resolve_auto
 from colibri_jax.cli.options import (
     describe_options,
     effective_options,
@@ -61,6 +62,13 @@ What it can do to a position
   counted. In scope prefill the cut also marks the KV cache, so everything that
   follows, and --prefill-chunk becomes part of the result.
   Experimental: quality not measured, for every policy that there is so far.
+\b
+What --budget auto chooses
+  Off where all weights fit into the share of this machine's memory that the
+  engine takes by itself. Else the first setting for decoding of the file
+  recommended.json beside the model, with all of its options, or off where there
+  is none for this very model. What is free or fast does not matter, and the
+  choice is printed with its reason.
 \b
 Policies
   aggregate     the N experts with the largest sum of votes over the step
@@ -123,7 +131,7 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
     Text goes to stdout as it comes; effective options, notes and statistics go to stderr. Ctrl-C ends the answer and
     still prints its statistics.
     """
-    options = effective_options(ctx)
+    options, auto = resolve_auto(effective_options(ctx))
     draft = draft_from(options)
     value = {name: option.value for name, option in options.items()}
     routing, scopes = routing_from(options)
@@ -151,7 +159,7 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
         raise OptionError("nothing strays from exact decoding", where="--divergence", expected=expected, got=f"--draft {draft}, exact")
     if draft != "off" and speculation.speculation == "exact":
         check_rows_alone(routing)
-    notes = _notes(config, routing, scopes, options, largest_prefill_step=min(run.prefill_chunk, len(prompt_ids)))
+    notes = _notes(config, routing, scopes, options, auto, largest_prefill_step=min(run.prefill_chunk, len(prompt_ids)))
     drafting = {"draft_depth", "speculation", "acceptance", "pausing", "divergence", "union_votes"}
     hidden = {"prompt", "system", "mtp", "as_json"} | (drafting if draft == "off" else set()) | (set() if value["raw"] else {"raw"})
     shown = {name: option for name, option in options.items() if name not in hidden}
@@ -260,11 +268,19 @@ def _print_report(report: RunReport, *, as_json: bool) -> None:
 
 
 def _notes(
-    config: ModelConfig, routing: RoutingOptions, scopes: frozenset[Scope], options: Mapping[str, OptionValue], *, largest_prefill_step: int
+    config: ModelConfig,
+    routing: RoutingOptions,
+    scopes: frozenset[Scope],
+    options: Mapping[str, OptionValue],
+    auto: AutoChoice | None,
+    *,
+    largest_prefill_step: int,
 ) -> tuple[str, ...]:
     value = {name: option.value for name, option in options.items()}
     verification = None if value["draft"] == "off" else Verification(value["speculation"], 1 + value["draft_depth"])
-    notes = list(budget_notes(config, routing, scopes, largest_prefill_step=largest_prefill_step, verification=verification))
+    notes = [] if auto is None else [auto.line()]
+    measured = is_recommended(auto, routing)
+    notes += budget_notes(config, routing, scopes, largest_prefill_step=largest_prefill_step, verification=verification, measured=measured)
     if verification is None:
         for name in ("draft_depth", "speculation", "acceptance", "union_votes", "pausing"):
             if options[name].source == "flag":

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 BYTES_PER_GB = 1e9
+AUTO_BUDGET = "auto"
 READER_CHOICE = click.Choice(["auto", "pread", "uring"])
 
 # A checkout or an installation that ships no model has no such directory; the error then says what to give.
@@ -37,11 +38,13 @@ def parse_budget(value: str | int) -> int:
     return int(text)
 
 
-def parse_budgets(value: str | int | tuple[int, ...]) -> int | tuple[int, ...]:
-    """A budget, or one for each MoE layer, separated by commas."""
+def parse_budgets(value: str | int | tuple[int, ...]) -> int | tuple[int, ...] | str:
+    """A budget, or one for each MoE layer, separated by commas; "auto" stays what it is."""
     if isinstance(value, tuple):
         return value
     text = str(value)
+    if text.strip().lower() == AUTO_BUDGET:
+        return AUTO_BUDGET
     return tuple(parse_budget(part) for part in text.split(",")) if "," in text else parse_budget(text)
 
 
@@ -91,12 +94,13 @@ def routing_options(command: Command) -> Command:
             click.option(
                 "--budget",
                 type=parse_budgets,
-                metavar="N|off|N,N,…",
+                metavar="N|off|auto|N,N,…",
                 default="off",
                 envvar="EXPERT_BUDGET",
                 show_envvar=True,
                 show_default=True,
-                help="Most distinct experts a layer may use in one step; a list names one for each MoE layer.",
+                help="Most distinct experts a layer may use in one step; a list names one for each MoE layer. auto: the setting that "
+                "recommended.json beside the model names, if the model is larger than this machine's memory, else off.",
             ),
             click.option(
                 "--budget-scope",

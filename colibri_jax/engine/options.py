@@ -110,8 +110,11 @@ class EnginePlan:
     ram_bytes: int
 
 
-def plan_engine(container: Container, options: EngineOptions, routing: RoutingOptions) -> EnginePlan:
+def plan_engine(container: Container, options: EngineOptions, routing: RoutingOptions, *, free_bytes: int | None = None) -> EnginePlan:
     """Describe the engine for a container and fit its cache into the memory bound.
+
+    Args:
+        free_bytes: what to take for free memory, for a plan of another machine; by default what is free here.
 
     Raises:
         MemoryBudgetError: the bound cannot hold dense weights, KV cache, working memory and one slot per MoE layer.
@@ -130,10 +133,12 @@ def plan_engine(container: Container, options: EngineOptions, routing: RoutingOp
         for layer in (*config.moe_layers, *([config.n_layers] if options.mtp else []))
     ]
     described = _options_dict(config, options, routing, [str(path) for path in files], experts)
-    return _fit(config, options, model, described)
+    return _fit(config, options, model, described, free_bytes)
 
 
-def _fit(config: ModelConfig, options: EngineOptions, model: dict[str, Any], described: dict[str, Any]) -> EnginePlan:
+def _fit(
+    config: ModelConfig, options: EngineOptions, model: dict[str, Any], described: dict[str, Any], free_bytes: int | None
+) -> EnginePlan:
     def plan(cache_experts: int) -> dict[str, int]:
         sizes: dict[str, int] = _native.memory_plan(model, {**described, "cache_experts": cache_experts})
         return sizes
@@ -150,7 +155,7 @@ def _fit(config: ModelConfig, options: EngineOptions, model: dict[str, Any], des
     if options.cache_experts is not None:
         cap, ram_bytes = min(options.cache_experts, most), 0
     else:
-        free = free_memory_bytes()
+        free = free_memory_bytes() if free_bytes is None else free_bytes
         ram_bytes = min(options.ram_bytes, free) if options.ram_bytes else int(DEFAULT_MEMORY_SHARE * free)
         least_step = step(LEAST_STEP_POSITIONS)
         needed = total(one) + least_step

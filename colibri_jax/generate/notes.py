@@ -45,6 +45,7 @@ def budget_notes(
     *,
     largest_prefill_step: int,
     verification: Verification | None = None,
+    measured: bool = False,
 ) -> tuple[str, ...]:
     """Lines to print when a budget is used; none when it is off.
 
@@ -54,11 +55,12 @@ def budget_notes(
         scopes: scopes that it applies to.
         largest_prefill_step: positions of the longest prefill step, min(prefill chunk, prompt).
         verification: of drafts; None where nothing is drafted.
+        measured: whether the quality of these very options on this model is known.
     """
     if not budget_is_on(routing):
         return ()
     lines = []
-    if routing.policy not in POLICIES_WITH_QUALITY_ROW:
+    if not measured and routing.policy not in POLICIES_WITH_QUALITY_ROW:
         lines.append(f"experimental: quality not measured (policy {routing.policy})")
     wanted = set(scopes)
     for scope in SCOPES:
