@@ -226,6 +226,7 @@ def bench_cost_model(
     tokens: int = 6,
     repeats: int = 7,
     hits: HitCurve = UNIFORM,
+    memory_bytes: int = DEFAULT_BYTES,
     progress: Progress = lambda what: None,
     **engine: Any,
 ) -> Table:
@@ -236,6 +237,7 @@ def bench_cost_model(
         budgets: 0 is off.
         tokens: decoded in one measurement.
         hits: of the container's routing; random weights route uniformly.
+        memory_bytes: read in turn, for the rate of memory; more than any cache holds.
         engine: further arguments of `colibri_jax.load`.
 
     Returns:
@@ -243,7 +245,7 @@ def bench_cost_model(
     """
     container = Container.open(path)
     model = open_model(path, cache_experts=COLD_CACHE, threads=threads, io="direct", io_threads=IO_DEPTH, **engine)
-    blocks, memory = ExpertBlocks(container, seed=2), random_memory(DEFAULT_BYTES)
+    blocks, memory = ExpertBlocks(container, seed=2), random_memory(memory_bytes)
     check_read(memory, threads)
     sizes = ModelSizes.of(container, PROMPT)
     series = {budget: _Series() for budget in budgets}

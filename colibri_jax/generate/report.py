@@ -24,7 +24,7 @@ JSON_SCHEMA = 1
 
 @dataclasses.dataclass(frozen=True)
 class OptionValue:
-    """An option's effective value and where it came from: "flag", "default", "auto" (`--budget auto`), or the environment variable's name."""
+    """An option's effective value and where it came from: "flag", "default", "auto" (--budget auto), or the environment variable."""
 
     value: Any
     source: str = "default"

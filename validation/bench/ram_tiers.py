@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,15 +45,15 @@ RECORD = ROOT / "validation" / "records" / "ram_tiers.md"
 HOSTS_GB = (16, 24, 32, 64, 128)
 DISKS_GB = (1, 2, 7)
 MEMORY_GB_S = 35.0  # raw read by both threads of the machine of validation/records/limits.md
-CONTEXT = 4096  # positions that the KV cache has room for
+CONTEXT, SHORT_CONTEXT = 4096, 1024  # positions that the KV cache has room for
 POSITIONS = 256  # positions before the token that is counted
-# Where 70 % of a host are too few, all but this much are taken, which --ram-gb has to ask for.
+# Where 70 % of a host are too few, all but this much are taken, and a short context.
 LEFT_FOR_OTHERS_GB = 2
 THREADS = 8  # of the host; they have a little working memory each
 
-# The curve of hits: windows of held-out text, decoded token by token; the first ones fill the cache.
+# The curve of hits: windows from all over the held-out text, decoded token by token; the first ones fill the cache.
 SLOTS = (1, 2, 4, 8, 16, 32)
-WINDOW, WINDOWS, WARMING = 256, 8, 2
+WINDOW, WINDOWS, WARMING = 256, 12, 4
 
 BOUND = 0.15
 CONFIRMED_BUDGETS = (0, 6, 4, 2)
@@ -111,7 +112,7 @@ class Tier:
     Attributes:
         host_gb: its memory.
         ram_bytes: what the engine takes of it.
-        asked: whether that has to be asked for with --ram-gb.
+        asked: whether that has to be asked for with --ram-gb, for a short context.
         slots: experts of each layer in the cache; None where the engine does not start.
         least_bytes: what it would need at least, where it does not start by itself; else 0.
     """
@@ -146,8 +147,9 @@ def _entries(shard: PlannedShard) -> Iterator[tuple[str, TensorEntry]]:
 def make_tier(container: Container, host_gb: int) -> Tier:
     """The engine's plan on a host with so much memory, all of it free: by default, and if that does not do, with all but a little."""
     host, least = int(host_gb * GB), 0
-    for ram, asked in ((int(DEFAULT_MEMORY_SHARE * host), False), (host - int(LEFT_FOR_OTHERS_GB * GB), True)):
-        options = EngineOptions(ram_bytes=ram, context_positions=CONTEXT, threads=THREADS)
+    tries = ((round(DEFAULT_MEMORY_SHARE * host), CONTEXT, False), (host - int(LEFT_FOR_OTHERS_GB * GB), SHORT_CONTEXT, True))
+    for ram, context, asked in tries:
+        options = EngineOptions(ram_bytes=ram, context_positions=context, threads=THREADS)
         try:
             return Tier(host_gb, ram, asked, plan_engine(container, options, RoutingOptions(), free_bytes=host).cache_experts, least)
         except MemoryBudgetError as error:
@@ -157,7 +159,8 @@ def make_tier(container: Container, host_gb: int) -> Tier:
 
 def measure_hits(routing: RoutingOptions, name: str, say: Callable[[str], None]) -> HitCurve:
     """Hit rates of the model that ships under these options in decode steps, by the engine's own counters."""
-    windows = read_windows([TEXT], ChatTokenizer.from_directory(SHIPPED), WINDOW)[:WINDOWS, :-1]
+    text = read_windows([TEXT], ChatTokenizer.from_directory(SHIPPED), WINDOW)
+    windows = text[:: len(text) // WINDOWS][:WINDOWS, :-1]
     points = []
     for slots in SLOTS:
         say(f"hit rates, {name}, {slots} slots")
@@ -232,26 +235,38 @@ def apart(table: Table) -> dict[str, float]:
     return found
 
 
+def paragraph(text: str) -> list[str]:
+    """Words of a text, in lines."""
+    return textwrap.wrap(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
 def record_lines(
     sizes: ModelSizes, tiers: Sequence[Tier], plans: Sequence[Plan], memory_gb_s: float, confirmed: Sequence[Table]
 ) -> Iterator[str]:
     """Everything, as Markdown."""
+    experts = sizes.moe_layers * sizes.experts * sizes.expert_bytes
     yield "# GLM-5.2 on hosts of several sizes"
     yield ""
-    yield "Written by `python validation/bench/ram_tiers.py --record`. An estimate: `colibri_jax/bench/cost_model.py` has the formula and"
-    yield f"what it assumes. GB are 10^9 bytes. GLM-5.2 in int4 with groups of {DEFAULT_GROUP_SIZE} has {sizes.moe_layers} layers of"
-    yield f"{sizes.experts} experts of {sizes.expert_bytes / 1e6:.1f} MB, {sizes.moe_layers * sizes.experts * sizes.expert_bytes / GB:.0f} GB"
-    yield f"in all; every token touches {sizes.dense_bytes / GB:.1f} GB of other weights. Memory is read at {memory_gb_s:g} GB/s. Slots are what the"
-    yield f"engine plans beside a KV cache of {CONTEXT} positions, with {DEFAULT_MEMORY_SHARE:.0%} of the host, or, where that is too little, with"
-    yield f"all but {LEFT_FOR_OTHERS_GB} GB of it, which `--ram-gb` has to ask for. Every other process has to fit into what is left."
+    yield from paragraph(
+        f"""Written by `python validation/bench/ram_tiers.py --record`. An estimate: `colibri_jax/bench/cost_model.py` has the formula
+        and what it assumes. GB are 10^9 bytes. GLM-5.2 in int4 with groups of {DEFAULT_GROUP_SIZE} has {sizes.moe_layers} layers of
+        {sizes.experts} experts of {sizes.expert_bytes / 1e6:.1f} MB, {experts / GB:.0f} GB in all; every token touches
+        {sizes.dense_bytes / GB:.1f} GB of other weights. Memory is read at {memory_gb_s:g} GB/s. Slots are what the engine plans
+        beside a KV cache of {CONTEXT} positions with {DEFAULT_MEMORY_SHARE:.0%} of the host, all of which it takes to be free. Where
+        that is too little, a KV cache of {SHORT_CONTEXT} positions and all but {LEFT_FOR_OTHERS_GB} GB are tried, for which
+        `--ram-gb` has to ask."""
+    )
     yield ""
     yield from table_lines(sizes, tiers, plans, memory_gb_s)
     yield ""
     yield f"## Hit rates: {SMALL}"
     yield ""
-    yield f"Decode steps on held-out text, {(WINDOWS - WARMING) * WINDOW} tokens, by the engine's counters. They enter by the share of a layer's"
-    yield "experts that is cached. Of GLM-5.2 itself one figure is public: 9.3 % at 2 slots a layer in colibri, whose cache is LRU; this"
-    yield f"curve gives {plans[0].hits.at(2 / sizes.experts):.1%} there, so the table is more likely too low than too high where slots are few."
+    yield from paragraph(
+        f"""Decode steps on held-out text, {(WINDOWS - WARMING) * WINDOW} tokens, by the engine's counters. They enter by the share of
+        a layer's experts that is cached. Of GLM-5.2 itself one figure is public: 9.3 % at 2 slots a layer, in colibri, whose cache is
+        LRU. This curve gives {plans[0].hits.at(2 / sizes.experts):.1%} there; so where slots are few the table is rather too low than
+        too high."""
+    )
     yield ""
     yield f"| share of a layer cached |{''.join(f' {share:.1%} |' for share, _ in plans[0].hits.points)}"
     yield f"| --- |{' --- |' * len(SLOTS)}"
