@@ -18,13 +18,13 @@ Bool = npt.NDArray[np.bool_]
 
 Mode = Literal["own", "past", "both", "decode", "all"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-"""What is cut when a chunk of a window is scored.
+"""What is cut when a step of a text is scored.
 
-- "own": this chunk as a prefill step; everything before it is exact.
-- "past": everything before it, in prefill steps; the chunk itself is exact, as tokens decoded without a budget after a cut prompt are.
-- "both": all chunks, as prefill steps.
-- "decode": this chunk's positions, each as a decode step; everything before it is exact.
-- "all": everything before it as prefill steps, and this chunk's positions as decode steps: a budget in every scope.
+- "own": this step, as a prefill step; everything before it is exact.
+- "past": everything before it, in prefill steps; the step itself is exact, as tokens decoded without a budget after a cut prompt are.
+- "both": all steps, as prefill steps.
+- "decode": this step's positions, each as a decode step; everything before it is exact.
+- "all": everything before it as prefill steps, and this step's positions as decode steps: a budget in every scope.
 """
 EXACT = RoutingOptions()
 
@@ -142,11 +142,11 @@ def _no_nan(values: Float64) -> list[float | None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModeResult:
-    """One window's scored tokens in one mode, in order.
+    """One text's scored tokens in one mode, in order.
 
     Attributes:
         tokens: against the exact model.
-        places: int64 [n], place in the chunk.
+        places: int64 [n], place in the step.
         emptied: int64 [n], layers in which the row was left without a routed expert.
     """
 
@@ -154,130 +154,117 @@ class ModeResult:
     places: npt.NDArray[np.int64]
     emptied: npt.NDArray[np.int64]
 
-    def where(self, rows: Bool) -> TokenResults:
+    def where(self, rows: Bool) -> ModeResult:
         """These tokens alone."""
-        return TokenResults(*(getattr(self.tokens, field.name)[rows] for field in dataclasses.fields(TokenResults)))
+        tokens = TokenResults(*(getattr(self.tokens, field.name)[rows] for field in dataclasses.fields(TokenResults)))
+        return ModeResult(tokens, self.places[rows], self.emptied[rows])
+
+    @classmethod
+    def joined(cls, parts: Sequence[ModeResult]) -> ModeResult:
+        """All tokens in order, of one part at least."""
+        tokens = TokenResults.joined([part.tokens for part in parts])
+        return cls(tokens, np.concatenate([part.places for part in parts]), np.concatenate([part.emptied for part in parts]))
 
 
-class WindowDamage:
-    """One window: exact once, then with cuts. Leaves the model's options as those of the last step.
+class TextDamage:
+    """One text: exact once, then with cuts. Leaves the model's options as those of the last step.
 
     Args:
         tokens: int32 [n + 1].
-        chunk: positions of a prefill step; n is a multiple of it.
-        first: the first position that is scored, so that every mode scores the same ones; a multiple of `chunk`, and not 0.
+        starts: where its steps begin, ascending from 0; there are two at least.
+        traced: look at the layers, which costs time and memory.
+
+    All modes score the same positions: those of all steps but the first, which has nothing before it.
     """
 
-    def __init__(self, model: TracedModel, tokens: npt.NDArray[np.int32], chunk: int, first: int) -> None:
-        self._model, self._chunk, self._first = model, chunk, first
-        self._ids, self._targets = tokens[:-1], tokens[1:]
+    def __init__(self, model: TracedModel, tokens: npt.NDArray[np.int32], starts: Sequence[int], *, traced: bool = True) -> None:
+        self._model, self._ids, self._targets = model, tokens[:-1], tokens[1:]
+        self._steps = list(zip(starts, [*starts[1:], len(self._ids)], strict=True))
+        self._first = starts[1]
         self._layers = range(model.config.n_layers)
-        self._logits: list[Float32] = []
+        logits: list[Float32] = []
         hidden: list[list[Float32]] = []
-        model.set_trace(True, inputs="none")
+        model.set_trace(traced, inputs="none")
         model.reset()
-        for start in range(0, len(self._ids), chunk):
-            self._logits.append(self._run(start, EXACT, "past"))
-            hidden.append(model.trace["hidden"][1:])
+        for start, stop in self._steps:
+            logits.append(self._run(start, stop, EXACT, "past"))
+            hidden.append(model.trace["hidden"][1:] if traced else [])
         model.set_trace(False)
         self._hidden = [np.concatenate(parts) for parts in zip(*hidden, strict=True)]
-        self._cache = [model.kv_cache(layer).copy() for layer in self._layers]
-        self._exact_logits = np.concatenate(self._logits)
+        self._cache = [model.kv_cache(layer).copy() for layer in self._layers] if traced else []
+        self._logits = np.concatenate(logits)
 
     def exact_again(self) -> TokenResults:
         """The exact model against itself."""
         self._model.reset()
-        again = [self._run(start, EXACT, "past") for start in range(0, len(self._ids), self._chunk)]
-        return compare_logits(self._exact_logits, np.concatenate(again), self._targets)
+        again = [self._run(start, stop, EXACT, "past") for start, stop in self._steps]
+        return compare_logits(self._logits, np.concatenate(again), self._targets)
 
     def after_exact(self, routings: Sequence[RoutingOptions], mode: Literal["own", "decode"]) -> dict[RoutingOptions, ModeResult]:
-        """Each scored chunk cut by each of the options, with everything before it exact."""
-        model, found = self._model, {routing: list[ModeResult]() for routing in routings}
-        model.reset()
-        for start in range(0, len(self._ids), self._chunk):
+        """Each scored step cut by each of the options, with everything before it exact."""
+        found: dict[RoutingOptions, list[ModeResult]] = {routing: [] for routing in routings}
+        self._model.reset()
+        for start, stop in self._steps:
             if start >= self._first:
                 for routing, parts in found.items():
-                    parts.append(self._compare(start, self._run(start, routing, mode), emptied_so_far_of(model)))
-                    model.rewind(self._chunk)
-            self._run(start, EXACT, "past", logits="last")
-        return {routing: _joined(parts) for routing, parts in found.items()}
+                    parts.append(self._compare(start, self._run(start, stop, routing, mode)))
+                    self._model.rewind(stop - start)
+            self._run(start, stop, EXACT, "past", logits="last")
+        return {routing: ModeResult.joined(parts) for routing, parts in found.items()}
 
     def after_cut(self, routing: RoutingOptions, modes: Sequence[Mode], errors: LayerErrors | None = None) -> dict[Mode, ModeResult]:
-        """All chunks cut one after another; each scored chunk in each of the modes "past", "both" and "all".
+        """All steps cut one after another; each scored step in each of the modes "past", "both" and "all".
 
         Args:
-            errors: counts the layers' errors.
+            errors: counts the layers' errors, of "both".
         """
-        model = self._model
         found: dict[Mode, list[ModeResult]] = {mode: [] for mode in modes}
-        model.reset()
-        for start in range(0, len(self._ids), self._chunk):
+        self._model.reset()
+        for start, stop in self._steps:
             scored = start >= self._first
             for mode in modes:
                 if scored and mode != "both":
-                    found[mode].append(self._compare(start, self._run(start, routing, mode), emptied_so_far_of(model)))
-                    model.rewind(self._chunk)
-            last = start + self._chunk >= len(self._ids)
-            if last and "both" not in modes and errors is None:
-                break
-            logits = self._cut_chunk(start, routing, errors, "all" if scored and "both" in modes else "last")
-            if scored and "both" in modes:
-                found["both"].append(self._compare(start, logits, emptied_so_far_of(model)))
+                    found[mode].append(self._compare(start, self._run(start, stop, routing, mode)))
+                    self._model.rewind(stop - start)
+            if stop < len(self._ids) or "both" in modes or errors is not None:
+                logits = self._cut(start, stop, routing, errors, "all" if scored and "both" in modes else "last")
+                if scored and "both" in modes:
+                    found["both"].append(self._compare(start, logits))
         if errors is not None:
-            errors.add_cache(self._cache, [model.kv_cache(layer) for layer in self._layers])
-        return {mode: _joined(parts) for mode, parts in found.items()}
+            errors.add_cache(self._cache, [self._model.kv_cache(layer) for layer in self._layers])
+        return {mode: ModeResult.joined(parts) for mode, parts in found.items()}
 
     def in_one_step(self, routing: RoutingOptions, errors: LayerErrors) -> ModeResult:
-        """The whole window cut as one step, scored at the same positions as the rest."""
+        """The whole text cut as one step, scored at the same positions as the rest."""
         self._model.reset()
-        logits = self._cut_chunk(0, routing, errors, "all", rows=len(self._ids))
-        rows = slice(self._first, None)
-        compared = compare_logits(self._exact_logits[rows], logits[rows], self._targets[rows])
+        logits = self._cut(0, len(self._ids), routing, errors, "all")
         errors.add_cache(self._cache, [self._model.kv_cache(layer) for layer in self._layers])
-        return ModeResult(compared, np.arange(self._first, len(self._ids)), emptied_so_far_of(self._model)[rows])
+        whole = self._compare(0, logits)
+        return whole.where(whole.places >= self._first)
 
-    def _cut_chunk(
-        self, start: int, routing: RoutingOptions, errors: LayerErrors | None, logits: Literal["all", "last"], rows: int | None = None
-    ) -> Float32:
-        model, stop = self._model, start + (rows or self._chunk)
+    def _cut(self, start: int, stop: int, routing: RoutingOptions, errors: LayerErrors | None, logits: Literal["all", "last"]) -> Float32:
+        model = self._model
         model.set_trace(errors is not None, inputs="none")
-        scores = self._run(start, routing, "both", logits=logits, rows=rows)
+        scores = self._run(start, stop, routing, "both", logits=logits)
         if errors is not None:
-            errors.add_step([h[start:stop] for h in self._hidden], model.trace["hidden"][1:], model.selections, model.config.moe_layers)
+            base = [hidden[start:stop] for hidden in self._hidden]
+            errors.add_step(base, model.trace["hidden"][1:], model.selections, model.config.moe_layers)
             model.set_trace(False)
         return scores
 
-    def _run(
-        self, start: int, routing: RoutingOptions, mode: Mode, *, logits: Literal["all", "last"] = "all", rows: int | None = None
-    ) -> Float32:
-        """One chunk as `mode` says, after whatever the cache holds."""
-        ids = self._ids[start : start + (rows or self._chunk)]
-        if mode in ("own", "both"):
-            self._model.reroute(routing, ("prefill",))
-        elif mode == "past":
-            self._model.reroute(EXACT, ())
-        else:
+    def _run(self, start: int, stop: int, routing: RoutingOptions, mode: Mode, *, logits: Literal["all", "last"] = "all") -> Float32:
+        """One step as `mode` says, after whatever the cache holds."""
+        ids = self._ids[start:stop]
+        if mode in ("decode", "all"):
             # Positions routed alone are bit for bit what decode steps of one position each would give.
             self._model.reroute(routing, ("decode",))
             return self._model.forward(ids, scope="verify", logits=logits, rows="alone")
+        self._model.reroute(*((EXACT, ()) if mode == "past" else (routing, ("prefill",))))
         return self._model.forward(ids, scope="prefill", logits=logits)
 
-    def _compare(self, start: int, logits: Float32, emptied: npt.NDArray[np.int64]) -> ModeResult:
-        base, targets = self._logits[start // self._chunk], self._targets[start : start + self._chunk]
-        return ModeResult(compare_logits(base, logits, targets), np.arange(len(base)), emptied)
-
-
-def emptied_so_far_of(model: TracedModel) -> npt.NDArray[np.int64]:
-    """int64 [S]: in how many layers each row of the last step was left without a routed expert."""
-    return np.asarray(sum(emptied_rows(selection).astype(np.int64) for selection in model.selections))
-
-
-def _joined(parts: Sequence[ModeResult]) -> ModeResult:
-    if not parts:
-        nothing: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        return ModeResult(TokenResults.none(), nothing, nothing)
-    return ModeResult(
-        TokenResults.joined([part.tokens for part in parts]),
-        np.concatenate([part.places for part in parts]),
-        np.concatenate([part.emptied for part in parts]),
-    )
+    def _compare(self, start: int, logits: Float32) -> ModeResult:
+        """The step that was just run against the exact one."""
+        stop = start + len(logits)
+        compared = compare_logits(self._logits[start:stop], logits, self._targets[start:stop])
+        emptied = emptied_so_far(self._model.selections, self._model.config.moe_layers, self._model.config.n_layers)[-1]
+        return ModeResult(compared, np.arange(len(logits)), emptied)

@@ -22,14 +22,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import colibri_jax
 from colibri_jax.cli.options import SHIPPED_MODEL
-from colibri_jax.config import ModelConfig
 from colibri_jax.generate.loop import GenerateOptions, generate
 from colibri_jax.plots import Panel, check_plot, draw
-from colibri_jax.quality.damage import EXACT, LayerErrors, Mode, ModeResult, TracedModel, WindowDamage
-from colibri_jax.quality.settings import describe
-from colibri_jax.quality.statistics import Summary, TokenResults, summarise
+from colibri_jax.quality.damage import EXACT, Mode, TracedModel
+from colibri_jax.quality.damage_study import (
+    ANSWER,
+    BUDGETS,
+    CHUNK,
+    DECODE_BUDGET,
+    ONE_STEP,
+    POLICIES,
+    SMALLEST,
+    WORST,
+    Study,
+    all_scopes,
+    cuts,
+    measure,
+    name_of,
+    read_answers,
+)
+from colibri_jax.quality.statistics import Summary, TokenResults, mean
 from colibri_jax.quality.task import prompt_ids, read_questions
-from colibri_jax.quality.windows import Windows, read_windows
+from colibri_jax.quality.windows import read_windows
 from colibri_jax.routing_spec import SCOPES, RoutingOptions
 from colibri_jax.tokenizer import ChatTokenizer
 
@@ -37,113 +51,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "validation" / "train" / "heldout.jsonl"
 QUESTIONS = ROOT / "validation" / "quality" / "questions.jsonl"
 RECORD = ROOT / "validation" / "records" / "prefill_damage.md"
-WINDOW, CHUNK = 256, 64
-BUDGETS, SMALLEST, DECODE_BUDGET = (8, 16, 32, 48), 8, 4
-POLICIES = {
-    "aggregate survivors": RoutingOptions(),
-    "aggregate frozen": RoutingOptions(denominator="frozen"),
-    "floor frozen": RoutingOptions(policy="floor", denominator="frozen"),
-}
-WORST = "aggregate survivors"
-ONE_STEP = "in one step"
-# Rows of the chunk, by place, and rows by the number of layers in which they were emptied; the last bin is open.
+WINDOW = 256
+# Rows of the step, by place, and rows by the number of layers in which they were emptied; the last bin is open.
 PLACES = ((0, 1), (1, 4), (4, 16), (16, 64))
 EMPTIED = (0, 1, 2)
 EXAMPLES, EXAMPLE_TOKENS = 2, 48
-
-
-def name_of(policy: str, budget: object) -> str:
-    return f"{policy} {budget}"
-
-
-@dataclasses.dataclass
-class Study:
-    """Results so far: by setting and mode one result per window, and by setting the layers' errors."""
-
-    config: ModelConfig
-    chunk: int = CHUNK
-    windows: int = 0
-    modes: dict[tuple[str, Mode], list[ModeResult]] = dataclasses.field(default_factory=dict)
-    layers: dict[str, LayerErrors] = dataclasses.field(default_factory=dict)
-    texts: list[tuple[str, list[tuple[str, str]]]] = dataclasses.field(default_factory=list)
-    failures: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def moe(self) -> tuple[int, ...]:
-        return self.config.moe_layers
-
-    def add(self, name: str, found: dict[Mode, ModeResult]) -> None:
-        for mode, result in found.items():
-            self.modes.setdefault((name, mode), []).append(result)
-
-    def errors(self, name: str) -> LayerErrors:
-        return self.layers.setdefault(name, LayerErrors.none(self.config.n_layers, len(self.moe)))
-
-    def summary(self, name: str, mode: Mode) -> Summary:
-        return summarise([result.tokens for result in self.modes[name, mode]])
-
-    def kld(self, name: str, mode: Mode) -> float:
-        return self.summary(name, mode).kld.value
-
-    def chosen(self, name: str, mode: Mode, by: str, low: int, high: int) -> TokenResults:
-        """Tokens whose place, or number of layers emptied, is at least `low` and below `high`."""
-        values = [(result, getattr(result, by)) for result in self.modes[name, mode]]
-        return TokenResults.joined([result.where((low <= value) & (value < high)) for result, value in values])
-
-    def single(self, policy: str, index: int) -> str:
-        """Name of the cut of one MoE layer alone."""
-        return name_of(policy, f"{SMALLEST}, layer {self.moe[index]} alone")
-
-
-# ---- measuring -----------------------------------------------------------------------------------------------------
-
-
-def measure(model: TracedModel, windows: Windows, study: Study, progress: Progress) -> None:
-    """All settings on every window."""
-    task = progress.add_task("windows", total=len(windows))
-    cuts = {name_of(p, n): dataclasses.replace(options, budget=n) for p, options in POLICIES.items() for n in BUDGETS}
-    small = {name_of(WORST, n): dataclasses.replace(POLICIES[WORST], budget=n) for n in (DECODE_BUDGET, SMALLEST)}
-    for index, tokens in enumerate(windows):
-        window = WindowDamage(model, tokens, study.chunk, study.chunk)
-        own = window.after_exact(list(cuts.values()), "own")
-        for name, routing in cuts.items():
-            found: dict[Mode, ModeResult] = {"own": own[routing], **window.after_cut(routing, ("past", "both"), study.errors(name))}
-            study.add(name, found)
-        decoded = window.after_exact(list(small.values()), "decode")
-        for name, routing in small.items():
-            # The following rows of the larger budget's "past" are there already; "all" has to equal them, which `check` sees.
-            modes: tuple[Mode, ...] = ("all",) if (name, "past") in study.modes and name in cuts else ("past", "all")
-            study.add(name, {"decode": decoded[routing], **window.after_cut(routing, modes)})
-        for policy, options in POLICIES.items():
-            name = name_of(name_of(policy, SMALLEST), ONE_STEP)
-            study.add(name, {"both": window.in_one_step(dataclasses.replace(options, budget=SMALLEST), study.errors(name))})
-            for at in range(len(study.moe)):
-                budget = tuple(SMALLEST if at == other else 0 for other in range(len(study.moe)))
-                study.add(study.single(policy, at), window.after_cut(dataclasses.replace(options, budget=budget), ("past", "both")))
-        if index in (0, len(windows) - 1) and window.exact_again().kld.any():
-            study.failures.append(f"window {index}: the exact model differs from itself")
-        study.windows += 1
-        progress.advance(task)
-    check(study)
-
-
-def check(study: Study) -> None:
-    """What has to hold whatever the model."""
-    first = study.moe[0]
-    for name, errors in study.layers.items():
-        if errors.hidden_L2[:first].any() or errors.kv_L[: first + 1].any():
-            study.failures.append(f"{name}: an error before the first cut")
-        if errors.miscounted:
-            study.failures.append(f"{name}: in {errors.miscounted} steps other rows are empty than were counted")
-        if name.startswith("floor") and errors.costs.emptied_L.any():
-            study.failures.append(f"{name}: a floor emptied a row")
-    for policy in POLICIES:
-        if study.kld(study.single(policy, len(study.moe) - 1), "past"):
-            study.failures.append(f"{policy}: a cut of the last layer alone damaged what later steps read")
-    if SMALLEST >= study.config.moe.router.top_k:
-        past, everything = (study.modes[name_of(WORST, SMALLEST), mode] for mode in ("past", "all"))
-        if any((a.tokens.kld != b.tokens.kld).any() for a, b in zip(past, everything, strict=True)):
-            study.failures.append("a budget that no single position exceeds changed decode steps")
 
 
 def write_texts(model: TracedModel, tokenizer: ChatTokenizer, study: Study, *, new_tokens: int = EXAMPLE_TOKENS) -> None:
@@ -162,7 +74,7 @@ def write_texts(model: TracedModel, tokenizer: ChatTokenizer, study: Study, *, n
             model.reset()
             model.reroute(routing, scopes)
             found = generate(model, prompt_ids(tokenizer, question.question), options)
-            answers.append((name, " ".join(tokenizer.decode(found.tokens).split()) or "(nothing)"))
+            answers.append((name, " ".join(tokenizer.decode(found.tokens).split()).replace("`", "'") or "(nothing)"))
         study.texts.append((question.question, answers))
 
 
@@ -184,37 +96,59 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def sentences(study: Study) -> str:
     """The answer."""
-    return ""
+    worst, answers = name_of(WORST, SMALLEST), f"{name_of(WORST, SMALLEST)} {ANSWER}"
+    layers = study.layers[worst].to_json()
+    first, last = study.moe[0], study.moe[-1]
+    untouched, one = by_emptied(study, worst)[0], study.summary(name_of(worst, ONE_STEP), "both")
+    own, past, both = (study.kld(worst, mode) for mode in ("own", "past", "both"))
+    return (
+        f"A cut to {SMALLEST} experts destroys first of all the very rows that it cuts: in every layer they keep {min(layers['mass']):.0%} to "
+        f"{max(layers['mass']):.0%} of their router mass, the residual stream is {layers['hidden'][first]:.0%} off after the first MoE layer "
+        f"and {layers['hidden'][last]:.0%} after the last, and with exact keys and values before the step they already have {own / both:.0%} "
+        f"of the KLD of a text that is cut throughout (PPL × {study.summary(worst, 'both').ppl_ratio.value:.1f}; "
+        f"{one.ppl_ratio.value:.1f} as one step), those that kept an expert in every layer hardly less than the average "
+        f"({untouched.kld.mean():.2f} of {own:.2f}). Keys and values that are {layers['kv'][first + 1]:.0%} to {max(layers['kv']):.0%} off "
+        f"cost exact rows that read them far less, KLD {past:.3f} in running text and {study.kld(answers, 'past'):.3f} in answers to a cut "
+        f"question, so that a budget of {SMALLEST} in every scope, which takes nothing from a decode step, leaves text that is fluent but "
+        "strays from its question: scores of whole sequences run as steps with a cut say little about it."
+    )
 
 
-def report(study: Study, command: str) -> str:
-    """The record, in Markdown."""
-    first, cuts = study.moe[0], [name_of(policy, n) for policy in POLICIES for n in BUDGETS]
-    shown = {name: study.layers[name].to_json() for name in [*cuts, *(n for n in study.layers if n.endswith(ONE_STEP))]}
-    tokens = study.summary(cuts[0], "both").tokens
-    layers = " / ".join(map(str, study.moe))
-    lines = [
-        "# Why prefill cuts destroy text",
-        "",
-        sentences(study),
-        "",
-        f"`{command}`; {study.windows} windows of {WINDOW} positions of held-out text in prefill steps of {study.chunk}, or of one of "
-        f"{WINDOW}, shipped model, native engine. All qualities are of the same {tokens:,} tokens, those after the first {study.chunk} of a "
-        "window. Errors of KLD are those of independent windows. In lists there is one value per MoE layer, "
-        f"{layers}.",
-        "",
-        "![Errors by layer, KLD by budget and KLD of single layers](prefill_damage.svg)",
-        "",
+def _cuts_table(study: Study, suffix: str = "") -> list[str]:
+    rows = [(name, name + suffix) for name in cuts()]
+    return _table(
+        ("setting", "own: KLD", "PPL ×", "same top", "past: KLD", "PPL ×", "same top", "both: KLD", "PPL ×", "same top", "own, past"),
+        [
+            (
+                shown,
+                *(_quality(study.summary(name, mode)) for mode in ("own", "past", "both")),
+                ", ".join(f"{study.kld(name, mode) / study.kld(name, 'both'):.0%}" for mode in ("own", "past")),
+            )
+            for shown, name in rows
+        ],
+    )
+
+
+def _layer_tables(study: Study) -> list[str]:
+    first = study.moe[0]
+    shown = {name: errors.to_json() for name, errors in study.layers.items()}
+    return [
         "## What a cut leaves of a layer",
         "",
-        "Distinct experts before and after, router mass kept, and rows left with the shared expert alone: of every layer, and in any layer.",
+        "Distinct experts before and after, router mass kept, and rows left with the shared expert alone: of every layer, and in any.",
         "",
         *_table(
             ("setting", "before", "kept", "mass", "emptied, %", "in any, %"),
             [
-                (n, _list(s["before"], ".1f"), _list(s["kept"], ".1f"), _list(s["mass"]), _list([100 * v for v in s["emptied_share"]], ".1f"),
-                 f"{100 * s['ever_emptied'][-1]:.1f}")
-                for n, s in shown.items()
+                (
+                    name,
+                    _list(s["before"], ".1f"),
+                    _list(s["kept"], ".1f"),
+                    _list(s["mass"]),
+                    _list([100 * share for share in s["emptied_share"]], ".1f"),
+                    f"{100 * s['ever_emptied'][-1]:.1f}",
+                )
+                for name, s in shown.items()
             ],
         ),
         "## How the error grows",
@@ -226,28 +160,17 @@ def report(study: Study, command: str) -> str:
         *_table(
             ("setting", "never emptied", "emptied", "keys and values"),
             [
-                (n, _list(s["hidden_never_emptied"][first:]), _list(s["hidden_emptied"][first:]), _list(s["kv"][first:]))
-                for n, s in shown.items()
+                (name, _list(s["hidden_never_emptied"][first:]), _list(s["hidden_emptied"][first:]), _list(s["kv"][first:]))
+                for name, s in shown.items()
             ],
         ),
-        "## Rows that are cut, and rows that read what they left",
-        "",
-        "*Own*: a step's rows are cut, everything before it is exact. *Past*: everything before is cut, and the rows themselves are exact; "
-        "that is what decode steps without a budget are after a cut prompt. *Both*: all steps are cut. Shares are of the KLD of both; they "
-        "need not add up to 100%.",
-        "",
-        *_table(
-            ("setting", "own: KLD", "PPL ×", "same top", "past: KLD", "PPL ×", "same top", "both: KLD", "PPL ×", "same top", "own, past"),
-            [
-                (n, *(_quality(study.summary(n, mode)) for mode in ("own", "past", "both")),
-                 ", ".join(f"{study.kld(n, mode) / study.kld(n, 'both'):.0%}" for mode in ("own", "past")))
-                for n in cuts
-            ],
-        ),
-        *_table(
-            ("whole window as one step", "KLD", "PPL ×", "same top"),
-            [(n, _quality(study.summary(n, "both"))) for n in shown if n.endswith(ONE_STEP)],
-        ),
+    ]
+
+
+def _row_tables(study: Study) -> list[str]:
+    smallest = [name_of(policy, SMALLEST) for policy in POLICIES]
+    total = study.summary(smallest[0], "own").tokens
+    return [
         "## Emptied rows, and the others",
         "",
         "KLD of a step's own rows by the number of layers that left them no expert, with their share of all rows.",
@@ -255,30 +178,79 @@ def report(study: Study, command: str) -> str:
         *_table(
             ("setting", "none", "one", "two or more"),
             [
-                (n, *(f"{t.kld.mean():.3f} ({t.count / tokens:.1%})" if t.count else "–" for t in by_emptied(study, n)))
-                for n in cuts
-                if study.layers[n].costs.emptied_L.any()
+                (name, *(f"{t.kld.mean():.3f} ({t.count / total:.1%})" if t.count else "–" for t in by_emptied(study, name)))
+                for name in cuts()
+                if study.layers[name].costs.emptied_L.any()
             ],
         ),
         "## By place in the step",
         "",
-        "KLD by a row's place. *Own*: the first row has nothing damaged before it; later ones also read keys and values of cut rows. "
-        "*Past*: the first row reads nothing but damage; later ones also their exact neighbours.",
+        "KLD by a row's place, with the error of independent rows. *Own*: the first row has nothing damaged before it; later ones also read "
+        "keys and values of cut rows. *Past*: the first row reads nothing but damage; later ones also their exact neighbours.",
         "",
         *_table(
             ("setting", *(f"{low}" if high == low + 1 else f"{low}–{high - 1}" for low, high in PLACES)),
             [
-                (f"{n}, {mode}", *(f"{study.chosen(n, mode, 'places', low, high).kld.mean():.3f}" for low, high in PLACES))
-                for n in (name_of(policy, SMALLEST) for policy in POLICIES)
+                (f"{name}{suffix}, {mode}", *(_by_place(study, name + suffix, mode, *place) for place in PLACES))
+                for suffix in ("", f" {ANSWER}")
+                for name in smallest
                 for mode in ("own", "past")
             ],
         ),
+    ]
+
+
+def _by_place(study: Study, name: str, mode: Mode, low: int, high: int) -> str:
+    found = mean(study.chosen(name, mode, "places", low, high).kld)
+    return f"{found.value:.3f} ± {found.error:.3f}"
+
+
+def report(study: Study, command: str) -> str:
+    """The record, in Markdown."""
+    tokens, answered = (study.summary(name_of(WORST, SMALLEST) + suffix, "both").tokens for suffix in ("", f" {ANSWER}"))
+    top_k = study.config.moe.router.top_k
+    scopes = [
+        (f"{text} {n}", all_scopes(n) + s) for text, s in (("windows", ""), (ANSWER, f" {ANSWER}")) for n in (DECODE_BUDGET, SMALLEST)
+    ]
+    lines = [
+        "# Why prefill cuts destroy text",
+        "",
+        sentences(study),
+        "",
+        f"`{command}`; held-out text, shipped model, native engine. {study.windows} windows of {WINDOW} positions in prefill steps of "
+        f"{study.chunk}, or in one of {WINDOW}, all scored at the same {tokens:,} tokens, those after the first {study.chunk} of a window; "
+        f"and {study.answers} documents as question and answer, each a step, scored at the {answered:,} tokens of the answers. Errors of "
+        "KLD are those of independent windows. Lists have one value per MoE layer, "
+        f"{' / '.join(map(str, study.moe))}.",
+        "",
+        "![Errors by layer, KLD by budget and KLD of single layers](prefill_damage.svg)",
+        "",
+        *_layer_tables(study),
+        "## Rows that are cut, and rows that read what they left",
+        "",
+        "*Own*: a step's rows are cut, everything before it is exact. *Past*: everything before is cut, and the rows themselves are exact; "
+        "that is what decode steps without a budget are after a cut prompt. *Both*: all steps are cut. Shares are of the KLD of both; they "
+        "need not add up to 100%.",
+        "",
+        *_cuts_table(study),
+        "The windows are many short documents, which need little of what came before them. An answer needs its question:",
+        "",
+        *_cuts_table(study, f" {ANSWER}"),
+        "The whole window as one step:",
+        "",
+        *_table(
+            ("setting", "KLD", "PPL ×", "same top"),
+            [(name, _quality(study.summary(name, "both"))) for name in study.layers if name.endswith(ONE_STEP)],
+        ),
+        *_row_tables(study),
         f"## One layer cut, to {SMALLEST}",
+        "",
+        "KLD where this layer alone has a budget. *Past* of the last layer is 0: no later step reads anything that comes after it.",
         "",
         *_table(
             ("policy", *(f"layer {layer}" for layer in study.moe), "sum", "all layers"),
             [
-                (f"{policy}, {mode}", *(f"{kld:.4f}" for kld in klds), f"{sum(klds):.4f}", f"{study.kld(name_of(policy, SMALLEST), mode):.4f}")
+                (f"{policy}, {mode}", *(f"{k:.4f}" for k in klds), f"{sum(klds):.4f}", f"{study.kld(name_of(policy, SMALLEST), mode):.4f}")
                 for policy in POLICIES
                 for mode in ("both", "past")
                 for klds in [single_klds(study, policy, mode)]
@@ -286,21 +258,18 @@ def report(study: Study, command: str) -> str:
         ),
         f"## A budget in every scope, {WORST}",
         "",
-        f"After a cut prompt, decode steps with the same budget. A position has {study.config.moe.router.top_k} experts, so that {SMALLEST} "
-        "takes nothing from a decode step.",
+        f"After a cut prompt, decode steps with the same budget. A position has {top_k} experts, so that a budget of {top_k} or more takes "
+        "nothing from a decode step.",
         "",
         *_table(
             ("budget", "prompt alone: KLD", "PPL ×", "same top", "decode alone: KLD", "PPL ×", "same top", "all: KLD", "PPL ×", "same top"),
-            [
-                (str(n), *(_quality(study.summary(name_of(WORST, n), mode)) for mode in ("past", "decode", "all")))
-                for n in (DECODE_BUDGET, SMALLEST)
-            ],
+            [(shown, *(_quality(study.summary(name, mode)) for mode in ("past", "decode", "all"))) for shown, name in scopes],
         ),
         f"Greedy answers to the first questions of `questions.jsonl`, at most {EXAMPLE_TOKENS} tokens:",
         "",
-    ]  # fmt: skip
+    ]
     for question, answers in study.texts:
-        lines += [f"**{question}**", "", *(f"* *{name}*: {text}" for name, text in answers), ""]
+        lines += [f"**{question}**", "", *(f"* *{name}*: `{text}`" for name, text in answers), ""]
     return "\n".join(lines)
 
 
@@ -321,7 +290,11 @@ def plot(path: Path, study: Study) -> None:
         found = study.layers[name_of(policy, SMALLEST)].to_json()
         errors[f"{policy}, residual"] = found["hidden"]
         errors[f"{policy}, KV"] = found["kv"]
-    klds = {mode: [study.kld(name_of(WORST, n), mode) for n in BUDGETS] for mode in ("both", "own", "past")}
+    klds = {
+        f"{mode}{suffix}": [study.kld(name_of(WORST, n) + suffix, mode) for n in BUDGETS]
+        for suffix in ("", f" {ANSWER}")
+        for mode in ("both", "own", "past")
+    }
     singles = {f"{p}, {mode}": single_klds(study, p, mode) for p in list(POLICIES)[:2] for mode in ("both", "past")}
     panels = [
         Panel(f"layer (budget {SMALLEST})", "relative error, mean over rows", list(map(str, range(study.config.n_layers))), errors),
@@ -335,6 +308,7 @@ def to_json(study: Study) -> dict[str, Any]:
     """Everything measured."""
     return {
         "windows": study.windows,
+        "answers": study.answers,
         "quality": {f"{name}, {mode}": study.summary(name, mode).to_json() for name, mode in study.modes},
         "layers": {name: errors.to_json() for name, errors in study.layers.items()},
         "texts": study.texts,
@@ -344,19 +318,21 @@ def to_json(study: Study) -> dict[str, Any]:
 
 @click.command()
 @click.option("--windows", type=click.IntRange(min=2), default=60, show_default=True, help=f"Windows of {WINDOW} positions.")
+@click.option("--answers", "answers_count", type=click.IntRange(min=2), default=120, show_default=True, help="Documents.")
 @click.option("--record", "write", is_flag=True, help="Write validation/records/prefill_damage.md and its plot.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(*, windows: int, write: bool, as_json: bool) -> None:
+def main(*, windows: int, answers_count: int, write: bool, as_json: bool) -> None:
     """Measure what prefill cuts do, layer by layer; exit 1 where a figure contradicts what has to hold."""
     if write:
         check_plot(RECORD.with_suffix(".svg"))
     tokenizer = ChatTokenizer.from_directory(SHIPPED_MODEL)
-    found = read_windows([TEXT], tokenizer, WINDOW)[:windows]
+    found, answers = read_windows([TEXT], tokenizer, WINDOW)[:windows], read_answers(TEXT, tokenizer, answers_count)
     model = colibri_jax.load(SHIPPED_MODEL, threads=1, context_positions=WINDOW)
     study = Study(model.config)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        measure(model, found, study, progress)
+        task = progress.add_task("texts", total=len(found) + len(answers))
+        measure(model, found, answers, study, lambda: progress.advance(task))
     write_texts(model, tokenizer, study)
     text = report(study, " ".join(["python validation/quality/prefill_damage.py", *sys.argv[1:]]))
     if write:
