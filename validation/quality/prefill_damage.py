@@ -2,8 +2,8 @@
 
     python validation/quality/prefill_damage.py [--windows N] [--record] [--json]
 
-Runs the model that ships over windows of held-out text, exactly and with cuts, and looks inside. Exit status 1 where a figure contradicts
-what is known without measuring: an error before the first cut, damaged keys after a cut of the last layer alone, a floor that emptied a row.
+Runs the model that ships over held-out text, exactly and with cuts, and looks inside. Exit status 1 where a figure contradicts what is
+known without measuring: an error before the first cut, damaged keys after a cut of the last layer alone, a floor that emptied a row.
 """
 
 from __future__ import annotations
@@ -96,22 +96,61 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def sentences(study: Study) -> str:
     """The answer."""
-    worst, answers = name_of(WORST, SMALLEST), f"{name_of(WORST, SMALLEST)} {ANSWER}"
-    layers = study.layers[worst].to_json()
+    worst = name_of(WORST, SMALLEST)
+    layers, one = study.layers[worst].to_json(), study.summary(name_of(worst, ONE_STEP), "both")
+    kept_one, own, both = by_emptied(study, worst)[0], study.kld(worst, "own"), study.summary(worst, "both")
     first, last = study.moe[0], study.moe[-1]
-    untouched, one = by_emptied(study, worst)[0], study.summary(name_of(worst, ONE_STEP), "both")
-    own, past, both = (study.kld(worst, mode) for mode in ("own", "past", "both"))
     return (
-        f"A cut to {SMALLEST} experts destroys first of all the very rows that it cuts: in every layer they keep {min(layers['mass']):.0%} to "
-        f"{max(layers['mass']):.0%} of their router mass, the residual stream is {layers['hidden'][first]:.0%} off after the first MoE layer "
-        f"and {layers['hidden'][last]:.0%} after the last, and with exact keys and values before the step they already have {own / both:.0%} "
-        f"of the KLD of a text that is cut throughout (PPL × {study.summary(worst, 'both').ppl_ratio.value:.1f}; "
-        f"{one.ppl_ratio.value:.1f} as one step), those that kept an expert in every layer hardly less than the average "
-        f"({untouched.kld.mean():.2f} of {own:.2f}). Keys and values that are {layers['kv'][first + 1]:.0%} to {max(layers['kv']):.0%} off "
-        f"cost exact rows that read them far less, KLD {past:.3f} in running text and {study.kld(answers, 'past'):.3f} in answers to a cut "
-        f"question, so that a budget of {SMALLEST} in every scope, which takes nothing from a decode step, leaves text that is fluent but "
-        "strays from its question: scores of whole sequences run as steps with a cut say little about it."
+        f"A cut to {SMALLEST} experts a step destroys the rows that it cuts, far more than what later rows read of them: a layer keeps "
+        f"{min(layers['mass']):.0%} to {max(layers['mass']):.0%} of their router mass, the residual stream is {layers['hidden'][last]:.0%} "
+        f"off after the last layer, and with everything before the step exact its rows already have a KLD of {own:.2f}, against "
+        f"{both.kld.value:.2f} (PPL × {both.ppl_ratio.value:.1f}) where all steps are cut; that {1 - _share(study, worst):.0%} of them get "
+        f"no expert at all in some layer matters less, as the others' KLD is {kept_one.kld.mean():.2f}. Exact rows after a cut prompt, "
+        f"though its keys and values are {layers['kv'][first + 1]:.0%} to {max(layers['kv']):.0%} off, have a KLD of "
+        f"{study.kld(worst, 'past'):.3f} in running text and {study.kld(f'{worst} {ANSWER}', 'past'):.3f} in answers, so that a score of "
+        f"whole sequences that are run as one cut step (PPL × {one.ppl_ratio.value:.1f} here) says how the rows of a prompt fare, and "
+        "nothing of text that is decoded."
     )
+
+
+def findings(study: Study) -> list[str]:
+    """What else the tables say."""
+    worst, frozen, floor = (name_of(policy, SMALLEST) for policy in POLICIES)
+    at, last = study.moe[0], study.moe[-1]
+    layers = {name: study.layers[name].to_json() for name in (worst, frozen, floor)}
+    emptied, kept = (layers[worst][f"hidden_{group}"][at] for group in ("emptied", "never_emptied"))
+    singles = {mode: single_klds(study, WORST, mode) for mode in ("both", "past")}
+    past = sum(singles["past"])
+    scopes = {n: [study.kld(all_scopes(n), mode) for mode in ("past", "decode", "all")] for n in (DECODE_BUDGET, SMALLEST)}
+    top_k, one = study.config.moe.router.top_k, study.summary(name_of(worst, ONE_STEP), "both")
+    return [
+        f"**Emptied rows are not the worst off.** In the first MoE layer they are {emptied:.0%} off, and rows that kept an expert "
+        f"{kept:.0%}, because survivors get the weight of all that were dropped; with a frozen denominator it is "
+        f"{layers[frozen]['hidden_never_emptied'][at]:.0%}, and the KLD where all steps are cut {study.kld(frozen, 'both'):.2f} in "
+        f"the place of {study.kld(worst, 'both'):.2f}. Later the emptied rows fall behind.",
+        f"**A floor helps by keeping more.** It empties no row, at a KLD of {study.kld(floor, 'both'):.2f}, but asked for {SMALLEST} it "
+        f"keeps {min(layers[floor]['kept']):.0f} to {max(layers[floor]['kept']):.0f} experts.",
+        f"**Early layers cost more.** Layer {at} alone, cut to {SMALLEST}, has a KLD of {singles['both'][0]:.2f}, layer {last} "
+        f"{singles['both'][-1]:.2f}; of the damage by keys and values, layer by layer, it makes {_ratio(singles['past'][0], past)}, "
+        f"layer {last} none.",
+        f"**The collapse in scope `all`** is a collapse of prompts. No decode step has more than {top_k} experts, so that after the "
+        f"prompt a budget of {SMALLEST} cuts nothing: KLD {scopes[SMALLEST][2]:.3f}, all of it from keys and values. At "
+        f"{DECODE_BUDGET} it is {scopes[DECODE_BUDGET][2]:.3f}, where the prompt alone makes {scopes[DECODE_BUDGET][0]:.3f} and the decode "
+        f"steps alone {scopes[DECODE_BUDGET][1]:.3f}. The budget of {SMALLEST} on a whole window as one step leaves "
+        f"{one.same_top.value:.0%} of the top tokens the same.",
+        "**Limits.** The first token of an answer is scored by the prompt's last row, which is a cut one. This model is small and uses "
+        "little of its context, as its exact answers below show, and the windows are short documents; one that leans on its prompt more "
+        "has more to lose by damaged keys and values.",
+    ]
+
+
+def _ratio(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "–"
+
+
+def _share(study: Study, name: str) -> float:
+    """Of a step's own rows that kept an expert in every layer."""
+    return by_emptied(study, name)[0].count / study.summary(name, "own").tokens
 
 
 def _cuts_table(study: Study, suffix: str = "") -> list[str]:
@@ -122,7 +161,7 @@ def _cuts_table(study: Study, suffix: str = "") -> list[str]:
             (
                 shown,
                 *(_quality(study.summary(name, mode)) for mode in ("own", "past", "both")),
-                ", ".join(f"{study.kld(name, mode) / study.kld(name, 'both'):.0%}" for mode in ("own", "past")),
+                ", ".join(_ratio(study.kld(name, mode), study.kld(name, "both")) for mode in ("own", "past")),
             )
             for shown, name in rows
         ],
@@ -185,8 +224,8 @@ def _row_tables(study: Study) -> list[str]:
         ),
         "## By place in the step",
         "",
-        "KLD by a row's place, with the error of independent rows. *Own*: the first row has nothing damaged before it; later ones also read "
-        "keys and values of cut rows. *Past*: the first row reads nothing but damage; later ones also their exact neighbours.",
+        "KLD by a row's place, with the error of independent rows. *Own*: the first row has nothing damaged before it; later ones also "
+        "read keys and values of cut rows. *Past*: the first row reads nothing but damage; later ones also their exact neighbours.",
         "",
         *_table(
             ("setting", *(f"{low}" if high == low + 1 else f"{low}–{high - 1}" for low, high in PLACES)),
@@ -216,6 +255,8 @@ def report(study: Study, command: str) -> str:
         "# Why prefill cuts destroy text",
         "",
         sentences(study),
+        "",
+        *(f"* {finding}" for finding in findings(study)),
         "",
         f"`{command}`; held-out text, shipped model, native engine. {study.windows} windows of {WINDOW} positions in prefill steps of "
         f"{study.chunk}, or in one of {WINDOW}, all scored at the same {tokens:,} tokens, those after the first {study.chunk} of a window; "
