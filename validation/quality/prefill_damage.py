@@ -24,7 +24,7 @@ import colibri_jax
 from colibri_jax.cli.options import SHIPPED_MODEL
 from colibri_jax.generate.loop import GenerateOptions, generate
 from colibri_jax.plots import Panel, check_plot, draw
-from colibri_jax.quality.damage import EXACT, Mode, TracedModel
+from colibri_jax.quality.damage import EXACT, MODES, Mode, TracedModel
 from colibri_jax.quality.damage_study import (
     ANSWER,
     BUDGETS,
@@ -99,17 +99,19 @@ def sentences(study: Study) -> str:
     worst = name_of(WORST, SMALLEST)
     layers, one = study.layers[worst].to_json(), study.summary(name_of(worst, ONE_STEP), "both")
     kept_one, own, both = by_emptied(study, worst)[0], study.kld(worst, "own"), study.summary(worst, "both")
+    rows = study.summary(worst, "own").tokens
     first, last = study.moe[0], study.moe[-1]
     return (
         f"A cut to {SMALLEST} experts a step destroys the rows that it cuts, far more than what later rows read of them: a layer keeps "
         f"{min(layers['mass']):.0%} to {max(layers['mass']):.0%} of their router mass, the residual stream is {layers['hidden'][last]:.0%} "
         f"off after the last layer, and with everything before the step exact its rows already have a KLD of {own:.2f}, against "
-        f"{both.kld.value:.2f} (PPL × {both.ppl_ratio.value:.1f}) where all steps are cut; that {1 - _share(study, worst):.0%} of them get "
-        f"no expert at all in some layer matters less, as the others' KLD is {kept_one.kld.mean():.2f}. Exact rows after a cut prompt, "
-        f"though its keys and values are {layers['kv'][first + 1]:.0%} to {max(layers['kv']):.0%} off, have a KLD of "
-        f"{study.kld(worst, 'past'):.3f} in running text and {study.kld(f'{worst} {ANSWER}', 'past'):.3f} in answers, so that a score of "
-        f"whole sequences that are run as one cut step (PPL × {one.ppl_ratio.value:.1f} here) says how the rows of a prompt fare, and "
-        "nothing of text that is decoded."
+        f"{both.kld.value:.2f} (PPL × {both.ppl_ratio.value:.1f}) where all steps are cut; of the {own:.2f} the "
+        f"{1 - kept_one.count / rows:.0%} that get no expert at all in some layer make {1 - kept_one.kld.sum() / rows / own:.0%}, and the "
+        f"others still have {kept_one.kld.mean():.2f}. Exact rows after a cut prompt, though its keys and values are "
+        f"{layers['kv'][first + 1]:.0%} to {max(layers['kv']):.0%} off, have a KLD of {study.kld(worst, 'past'):.3f} in running text and "
+        f"{study.kld(f'{worst} {ANSWER}', 'past'):.3f} in answers, so that scoring whole sequences as one cut step "
+        f"(PPL × {one.ppl_ratio.value:.1f} here), as a public engine's users did, says how the rows of a prompt fare, not how decoded text "
+        "does."
     )
 
 
@@ -121,19 +123,23 @@ def findings(study: Study) -> list[str]:
     emptied, kept = (layers[worst][f"hidden_{group}"][at] for group in ("emptied", "never_emptied"))
     singles = {mode: single_klds(study, WORST, mode) for mode in ("both", "past")}
     past = sum(singles["past"])
+    places = {mode: [_by_place(study, worst, mode, *place) for place in PLACES] for mode in MODES[:2]}
     scopes = {n: [study.kld(all_scopes(n), mode) for mode in ("past", "decode", "all")] for n in (DECODE_BUDGET, SMALLEST)}
     top_k, one = study.config.moe.router.top_k, study.summary(name_of(worst, ONE_STEP), "both")
     return [
-        f"**Emptied rows are not the worst off.** In the first MoE layer they are {emptied:.0%} off, and rows that kept an expert "
-        f"{kept:.0%}, because survivors get the weight of all that were dropped; with a frozen denominator it is "
+        f"**It is the row's own loss.** The first row of a step reads nothing damaged and has a KLD of {places['own'][0]}; later ones, "
+        f"which also read their cut neighbours, have {places['own'][-1]}. Of exact rows after a cut the first has {places['past'][0]}, and "
+        f"those from the {PLACES[-1][0] + 1}th on, with exact neighbours, {places['past'][-1]}.",
+        f"**Emptied rows end worst, but an expert alone does not save a row.** After the first MoE layer they are {emptied:.0%} off, and "
+        f"rows that kept an expert {kept:.0%}, because survivors get the weight of all that were dropped; with a frozen denominator it is "
         f"{layers[frozen]['hidden_never_emptied'][at]:.0%}, and the KLD where all steps are cut {study.kld(frozen, 'both'):.2f} in "
-        f"the place of {study.kld(worst, 'both'):.2f}. Later the emptied rows fall behind.",
+        f"the place of {study.kld(worst, 'both'):.2f}.",
         f"**A floor helps by keeping more.** It empties no row, at a KLD of {study.kld(floor, 'both'):.2f}, but asked for {SMALLEST} it "
         f"keeps {min(layers[floor]['kept']):.0f} to {max(layers[floor]['kept']):.0f} experts.",
         f"**Early layers cost more.** Layer {at} alone, cut to {SMALLEST}, has a KLD of {singles['both'][0]:.2f}, layer {last} "
         f"{singles['both'][-1]:.2f}; of the damage by keys and values, layer by layer, it makes {_ratio(singles['past'][0], past)}, "
         f"layer {last} none.",
-        f"**The collapse in scope `all`** is a collapse of prompts. No decode step has more than {top_k} experts, so that after the "
+        f"**The collapse in scope `all`** is that of prompts. No decode step has more than {top_k} experts, so that after the "
         f"prompt a budget of {SMALLEST} cuts nothing: KLD {scopes[SMALLEST][2]:.3f}, all of it from keys and values. At "
         f"{DECODE_BUDGET} it is {scopes[DECODE_BUDGET][2]:.3f}, where the prompt alone makes {scopes[DECODE_BUDGET][0]:.3f} and the decode "
         f"steps alone {scopes[DECODE_BUDGET][1]:.3f}. The budget of {SMALLEST} on a whole window as one step leaves "
@@ -146,11 +152,6 @@ def findings(study: Study) -> list[str]:
 
 def _ratio(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "–"
-
-
-def _share(study: Study, name: str) -> float:
-    """Of a step's own rows that kept an expert in every layer."""
-    return by_emptied(study, name)[0].count / study.summary(name, "own").tokens
 
 
 def _cuts_table(study: Study, suffix: str = "") -> list[str]:
@@ -240,7 +241,10 @@ def _row_tables(study: Study) -> list[str]:
 
 
 def _by_place(study: Study, name: str, mode: Mode, low: int, high: int) -> str:
-    found = mean(study.chosen(name, mode, "places", low, high).kld)
+    klds = study.chosen(name, mode, "places", low, high).kld
+    if not klds.size:
+        return "–"
+    found = mean(klds)
     return f"{found.value:.3f} ± {found.error:.3f}"
 
 
@@ -328,14 +332,10 @@ def plot(path: Path, study: Study) -> None:
     """Errors by layer at the smallest budget, KLD by budget, KLD of single layers."""
     errors: dict[str, list[float]] = {}
     for policy in POLICIES:
-        found = study.layers[name_of(policy, SMALLEST)].to_json()
-        errors[f"{policy}, residual"] = found["hidden"]
-        errors[f"{policy}, KV"] = found["kv"]
-    klds = {
-        f"{mode}{suffix}": [study.kld(name_of(WORST, n) + suffix, mode) for n in BUDGETS]
-        for suffix in ("", f" {ANSWER}")
-        for mode in ("both", "own", "past")
-    }
+        errors[f"{policy}, residual"] = study.layers[name_of(policy, SMALLEST)].to_json()["hidden"]
+    errors[f"{WORST}, KV"] = study.layers[name_of(WORST, SMALLEST)].to_json()["kv"]
+    klds = {mode: [study.kld(name_of(WORST, n), mode) for n in BUDGETS] for mode in ("both", "own", "past")}
+    klds[f"past, {ANSWER}"] = [study.kld(f"{name_of(WORST, n)} {ANSWER}", "past") for n in BUDGETS]
     singles = {f"{p}, {mode}": single_klds(study, p, mode) for p in list(POLICIES)[:2] for mode in ("both", "past")}
     panels = [
         Panel(f"layer (budget {SMALLEST})", "relative error, mean over rows", list(map(str, range(study.config.n_layers))), errors),
