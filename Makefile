@@ -23,7 +23,7 @@ MINUTES ?= 10
 INPUTS ?= 1000000
 PROOF ?= build/proof
 
-.PHONY: run test lint format isa sanitize explore fuzz proof clean help
+.PHONY: run test lint format isa sanitize explore fuzz quality proof clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make isa       no instruction above x86-64-v2 outside the kernels that are chosen at run time; aarch64 under qemu"
 	@echo "make sanitize  native self-tests under AddressSanitizer + UBSan, then ThreadSanitizer"
 	@echo "make explore   new random cases for MINUTES (10), until one fails; says what was covered"
+	@echo "make quality   what the recommended settings cost, measured again and held against what is stated"
 	@echo "make proof     every long check, and validation/records/proof.md: more than an hour"
 	@echo "make fuzz      INPUTS=1000000 damaged containers for the reader, guided by coverage; needs Python 3.13 or older"
 	@echo "make clean     remove the environment and everything built"
@@ -75,6 +76,9 @@ build/sanitize-%: FORCE
 
 explore: $(VENV)/.dev
 	$(PY) validation/explore.py --minutes $(MINUTES)
+
+quality: $(VENV)/.dev
+	$(PY) validation/quality/gate.py
 
 proof: $(VENV)/.dev
 	$(PY) validation/proof.py --work $(PROOF)

@@ -95,7 +95,7 @@ def make_case(c: Chooser, max_experts: int, policies: tuple[Policy, ...], max_po
 def _with_policy(c: Chooser, case: Case, experts: int, policy: Policy) -> Case:
     resident = None
     if policy in IRREPRODUCIBLE_POLICIES:
-        share = c.pick((0.3, 0.0, 0.7, 1.0))
+        share = c.pick((0.3, 0.0, 0.7, 1.0) if policy == "resident" else (0.5, 0.3, 0.7, 0.5, 1.0))
         resident = np.random.default_rng(c.integer(0, 2**32 - 1)).random(experts) < share
     floor, share = c.pick((1, 2, 3)), c.pick((1.0, 0.5, 0.75, c.integer(1, 1023) / 1024.0, c.integer(1, 999) / 1000.0, 5e-324))
     topp = case.options.expert_topp
@@ -107,8 +107,8 @@ def _with_policy(c: Chooser, case: Case, experts: int, policy: Policy) -> Case:
     )
     if policy == "cache_route":
         most = case.router.top_k
-        within = c.pick((most + 1, most + 2, c.integer(0, experts + 1), 10**12))
-        options = dataclasses.replace(options, route_top=c.pick((0, 1, c.integer(0, most + 1))), route_within=within)
+        within = c.pick((most + 2, most + 1, c.integer(0, experts + 1), 10**12))
+        options = dataclasses.replace(options, route_top=c.pick((0, 1, 0, c.integer(0, most + 1))), route_within=within)
     return dataclasses.replace(case, options=options, resident=resident)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from click.testing import CliRunner
 from engine_models import EVEN, converted, random_tokens
 from hypothesis import given, settings
 from oracles import selection as oracle
@@ -19,10 +20,16 @@ from rich.console import Console
 from strategies import Case, random_case, selection_cases
 
 import colibri_jax
+from colibri_jax.cli import main
+from colibri_jax.cli.options import SHIPPED_MODEL
+from colibri_jax.container.directory import read_config
 from colibri_jax.errors import FencedOptionError, OptionError
 from colibri_jax.generate.loop import Generation
 from colibri_jax.generate.notes import budget_notes
 from colibri_jax.generate.report import RunReport
+from colibri_jax.quality.report import rule
+from colibri_jax.quality.settings import Choices, describe, make_settings
+from colibri_jax.quality.steps import StepShape
 from colibri_jax.reference.routing import select_many
 from colibri_jax.routing_spec import Policy, RouterSpec, RoutingOptions, Scope, Selection, check_rows_alone
 from colibri_jax.stats import ScopeStats, Stats
@@ -317,3 +324,54 @@ def test_notes_say_where_it_cannot_act() -> None:
     assert notes(routed(1, expert_topk=1)) == (experimental, "no effect: route-top 1 ≥ expert-topk 1 in scope decode")
     assert notes(routed(2, 2)) == (experimental, "no effect: route-within 2 ≤ route-top 2 in scope decode")
     assert notes(routed(2, 0)) == ()
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
+
+
+def generated(*arguments: str) -> Any:
+    return CliRunner().invoke(main, ["generate", str(SHIPPED_MODEL), "--prompt", "a", "--max-new-tokens", "8", *arguments])
+
+
+def test_generate_runs_it_where_it_is_permitted_and_says_what_it_did() -> None:
+    fenced = ["--policy", "cache_route", "--allow-irreproducible"]
+    result = generated(*fenced, "--route-top", "1", "--route-within", "24", "--cache-experts", "16")
+    assert result.exit_code == 0, result.stderr
+    assert "experimental: quality not measured (policy cache_route)" in result.stderr
+    assert "decode (cache_route)" in result.stderr
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("swapped for cached"))
+    assert line.count(" of slots, ") == 2, "prefill and decode"
+    assert "0.0% of slots, 100.0% agree" in line, "prefill, where it is off"
+    assert line.count("0.0% of slots, 100.0% agree") == 1
+    assert "EXPERT_BUDGET=" not in result.stderr
+    assert "no effect" not in result.stderr
+    data = json.loads(generated(*fenced, "--json").stdout)
+    assert (data["routing"]["route_top"], data["routing"]["route_within"]) == (2, 12)
+    assert set(data["swap_share"]) == set(data["scopes"])
+
+
+def test_generate_refuses_it_unasked_with_a_budget_and_for_exact_drafts() -> None:
+    for arguments, what in (
+        ([], "what the cache holds"),
+        (["--allow-irreproducible", "--budget", "4"], "has no budget"),
+        (["--allow-irreproducible", "--draft", "lookup"], "what the cache holds"),
+        (["--allow-irreproducible", "--route-top", "-1"], "route-top"),
+    ):
+        result = generated("--policy", "cache_route", *arguments)
+        assert result.exit_code != 0
+        assert what in result.stderr + str(result.exception)
+    assert "no effect: --route-top without --policy cache_route" in generated("--route-top", "1").stderr
+
+
+def test_the_quality_harness_knows_its_settings() -> None:
+    config = read_config(SHIPPED_MODEL)[0]
+    choices = Choices(
+        budgets=(4, 6), policies=("cache_route", "aggregate"), route_tops=(1, 8), route_withins=(12, 16), allow_irreproducible=True
+    )
+    settings = make_settings(StepShape(kind="decode"), choices, config)
+    assert [describe(setting.routing) for setting in settings] == [
+        *("cache_route top=1 within=12", "cache_route top=1 within=16", "off"),
+        *("aggregate 4", "aggregate 6"),
+    ]
+    assert [setting.reproducible for setting in settings] == [False, False, True, True, True]
+    assert len({rule(setting.routing) for setting in settings[:2]}) == 1

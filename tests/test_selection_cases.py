@@ -15,6 +15,8 @@ import pytest
 import selection_cases as sc
 from click.testing import CliRunner
 from rich.console import Console
+from selection_blocks import BLOCKS_PER_FAMILY, make_block, make_blocks
+from selection_reading import read_block
 
 from colibri_jax import RouterSpec, RoutingOptions, Selection
 from colibri_jax.routing_spec import POLICIES
@@ -36,7 +38,7 @@ def events(
     spec = RouterSpec(score="sigmoid", bias=None if bias is None else np.array(bias, np.float32), **router)
     chosen = RoutingOptions(allow_irreproducible=True, **(options or {}))
     cached, votes = (None if given is None else np.array(given) for given in (resident, row_votes))
-    reading = sc.read_block(spec, chosen, logits, cached, votes)
+    reading = read_block(spec, chosen, logits, cached, votes)
     return {event for event, found in reading.events.items() if found[0]}
 
 
@@ -161,17 +163,17 @@ def test_row_votes_deciding() -> None:
 
 
 def test_an_aimed_share_is_met_exactly_in_most_cases_of_its_block() -> None:
-    readings = [(b, sc.read_block(b.router, b.options, b.logits, b.resident, b.row_votes)) for b in sc.make_blocks(8000, 5)]
+    readings = [(b, read_block(b.router, b.options, b.logits, b.resident, b.row_votes)) for b in make_blocks(8000, 5)]
     met = [reading.events["coverage stopping at equality"].mean() for _, reading in readings]
     assert max(met) > 0.9
     assert {block.options.policy for block, share in zip((b for b, _ in readings), met, strict=True) if share} == {"coverage"}
 
 
 def test_blocks_repeat_and_fill_the_ranges() -> None:
-    again, other = sc.make_block(3, 17), sc.make_block(4, 17)
-    assert again.logits.tobytes() == sc.make_block(3, 17).logits.tobytes()
+    again, other = make_block(3, 17), make_block(4, 17)
+    assert again.logits.tobytes() == make_block(3, 17).logits.tobytes()
     assert again.logits.tobytes() != other.logits.tobytes()
-    blocks = [sc.make_block(0, number, 1) for number in range(0, 200 * sc.BLOCKS_PER_FAMILY, sc.BLOCKS_PER_FAMILY)]
+    blocks = [make_block(0, number, 1) for number in range(0, 200 * BLOCKS_PER_FAMILY, BLOCKS_PER_FAMILY)]
     shapes = np.array([block.logits.shape[1:] for block in blocks])
     assert shapes.min(axis=0).tolist() == [1, 1]
     assert shapes[:, 0].max() == 64
@@ -183,7 +185,7 @@ def test_blocks_repeat_and_fill_the_ranges() -> None:
     assert {block.options.policy for block in blocks} == set(POLICIES)
     assert {block.row_votes is None for block in blocks} == {True, False}
     assert {block.resident.size < block.logits.shape[2] for block in blocks} == {True, False}
-    assert sum(len(block.logits) for block in sc.make_blocks(60, 0)) == 60
+    assert sum(len(block.logits) for block in make_blocks(60, 0)) == 60
 
 
 def _shifted(selection: Selection, field: str) -> Selection:

@@ -262,7 +262,11 @@ def test_statistics_say_what_happened_in_json_and_in_words() -> None:
     # The fake model reads 80 MB a step, and each of the three steps gave three tokens; the prompt gave the first.
     assert data["bytes_per_token"] == 3 * 80e6 / 10
     text = "\n".join(stats.lines())
-    for fragment in ("union (lossy, votes uniform)", "accepted 100.0% (3/3 3/3 by depth); 3.00 tokens per verification step", "24.000 MB read per"):
+    for fragment in (
+        "union (lossy, votes uniform)",
+        "accepted 100.0% (3/3 3/3 by depth); 3.00 tokens per verification step",
+        "24.000 MB read per",
+    ):
         assert fragment in text
 
 

@@ -193,7 +193,7 @@ def main(*, n_windows: int, as_json: bool, record: bool) -> None:
         console.print(line, markup=False, highlight=False)
     if record:
         write_record(forced, result["compared_rows"], ties, drafted, seconds)
-    sys.exit(bool(found))
+    sys.exit(int(bool(found)))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ PARTS: dict[str, Part] = {
     ),
     "selection": Part(
         title="Selection",
-        sources=(*PRODUCT, "validation/selection_cases.py", "validation/selection_reading.py"),
+        sources=(*PRODUCT, *(f"validation/selection_{part}.py" for part in ("cases", "blocks", "reading"))),
         command=(PYTHON, "validation/selection_cases.py", "--cases", "200000", "--json"),
         quick={"200000": "4000"},
     ),

@@ -209,7 +209,7 @@ def main(*, seed: int, drafts: int, tokens: int, as_json: bool, record: bool) ->
         console.print(line, markup=False, highlight=False)
     if record:
         write_record(tallies, total, seed=seed, drafts=drafts, seconds=seconds)
-    sys.exit(bool(found))
+    sys.exit(int(bool(found)))
 
 
 if __name__ == "__main__":

@@ -290,7 +290,7 @@ def main(*, tokens: int, pairs: int, as_json: bool, record: bool) -> None:
         console.print(line, markup=False, highlight=False)
     if record:
         write_record(cells, tokens=tokens, pairs=pairs, seconds=seconds)
-    sys.exit(bool(found))
+    sys.exit(int(bool(found)))
 
 
 if __name__ == "__main__":

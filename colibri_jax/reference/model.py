@@ -211,14 +211,13 @@ class ReferenceModel:
         check_step(scope, logits, rows, self._routing, row_votes)
         ids = self._check_tokens(tokens, self._position)
         check_row_votes(row_votes, ids.size, self._config.moe.router, self._routing, self._config.moe.n_experts)
-        step: Any = {"scope": scope, "rows": rows, "row_votes": row_votes}
         hidden_TD, caches, selections = self.embed(ids), [], []
         router_logits: list[Float32] = []
         attended_TS: npt.NDArray[np.bool_] | None = None
         for layer, cache in enumerate(self._caches):
             shares = self._config.indexer is not None and self._config.indexer.kinds[layer] == "shared"
-            shared_TS = attended_TS if shares else None
-            result = self.layer_step(layer, hidden_TD, cache, self._position, attended_TS=shared_TS, **step)
+            given: Any = {"scope": scope, "rows": rows, "row_votes": row_votes, "attended_TS": attended_TS if shares else None}
+            result = self.layer_step(layer, hidden_TD, cache, self._position, **given)
             hidden_TD, attended_TS = result.hidden_TD, result.attended_TS
             caches.append(result.cache)
             if result.selection is not None and result.router_logits_TE is not None:
@@ -227,8 +226,7 @@ class ReferenceModel:
         normed_TD = self.normed(hidden_TD)
         logits_TW = self.score(normed_TD if logits == "all" else normed_TD[-1:])
 
-        self._caches, self._selections, self._hidden_TD = caches, tuple(selections), normed_TD
-        self._router_logits = tuple(router_logits)
+        self._caches, self._selections, self._router_logits, self._hidden_TD = caches, tuple(selections), tuple(router_logits), normed_TD
         self._position += ids.size
         self._count(scope, begin, ids.size, selections)
         return logits_TW

@@ -101,10 +101,7 @@ int PositionRouter::prefer_cached(std::span<const float> logits, const std::vect
         ++came;
     }
     std::sort(picks_.begin(), picks_.end(), std::greater<>());
-    for (size_t i = 0; i < count; ++i) {
-        ids[i] = key_id(picks_[i]);
-        picked[i] = scores_[ids[i]];
-    }
+    write(picks_, ids, picked);
     return came;
 }
 
@@ -128,11 +125,15 @@ int PositionRouter::take_first(int count, std::span<int32_t> ids, std::span<floa
     const int taken = std::min(count, static_cast<int>(candidates_.size()));
     select_largest(candidates_, static_cast<size_t>(taken));
     std::sort(candidates_.begin(), candidates_.begin() + taken, std::greater<>());
-    for (int i = 0; i < taken; ++i) {
-        ids[i] = key_id(candidates_[i]);
+    write(std::span(candidates_).first(static_cast<size_t>(taken)), ids, picked);
+    return taken;
+}
+
+void PositionRouter::write(std::span<const uint64_t> keys, std::span<int32_t> ids, std::span<float> picked) const {
+    for (size_t i = 0; i < keys.size(); ++i) {
+        ids[i] = key_id(keys[i]);
         picked[i] = scores_[ids[i]];
     }
-    return taken;
 }
 
 // Rank keys of the experts that the position may choose, by choice.

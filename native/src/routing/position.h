@@ -35,6 +35,7 @@ class PositionRouter {
   private:
     void rank_candidates(std::span<const float> logits);
     void collect_candidates();
+    void write(std::span<const uint64_t> keys, std::span<int32_t> ids, std::span<float> picked) const;
     int take_first(int count, std::span<int32_t> ids, std::span<float> picked);
     bool groups_limit() const { return router_.n_group > 1 && router_.topk_group < router_.n_group; }
     int apply_topp(int count, std::span<int32_t> ids, std::span<float> picked);
