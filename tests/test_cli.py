@@ -263,9 +263,7 @@ def test_json_is_one_object_with_everything(loader: Loader, model: str) -> None:
     assert (data["options"]["budget"], data["option_sources"]["budget"]) == (4, "EXPERT_BUDGET")
     assert data["options"]["model_dir"] == model
     assert data["engine"]["isa"] == "scalar"
-    assert data["notes"] == [
-        "policy aggregate: quality measured on the model that ships alone; `colibri-jax quality` measures others"
-    ]
+    assert data["notes"] == ["policy aggregate: quality measured on the model that ships alone; `colibri-jax quality` measures others"]
     assert data["scopes"]["decode"]["steps"] == data["new_tokens"]
     assert data["budget_line"] in result.stderr
 

@@ -63,9 +63,7 @@ def budget_notes(
     if not measured and routing.policy not in POLICIES_WITH_QUALITY_ROW:
         lines.append(f"experimental: quality not measured (policy {routing.policy})")
     elif not measured:
-        lines.append(
-            f"policy {routing.policy}: quality measured on the model that ships alone; `colibri-jax quality` measures others"
-        )
+        lines.append(f"policy {routing.policy}: quality measured on the model that ships alone; `colibri-jax quality` measures others")
     wanted = set(scopes)
     for scope in SCOPES:
         if scope in wanted:
