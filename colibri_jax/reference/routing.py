@@ -163,9 +163,9 @@ def select_core(
         real_S = jnp.ones(logits_SE.shape[0], bool)
     if resident_E is None:
         resident_E = jnp.asarray(resident_mask(options, None, logits_SE.shape[1]))
+    scored = score_experts(logits_SE, bias_E, controls, real_S, score=router.score, n_group=router.n_group)
     if row_vote_S is None:
         row_vote_S = jnp.ones(logits_SE.shape[0], jnp.int64)
-    scored = score_experts(logits_SE, bias_E, controls, real_S, score=router.score, n_group=router.n_group)
     return route(scored, controls, real_S, resident_E, row_vote_S, slots=router.top_k, policy=options.policy)
 
 
