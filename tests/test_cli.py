@@ -101,7 +101,7 @@ def test_the_commands_of_the_proposal_work_through_the_environment(loader: Loade
     ):
         assert fragment in effective
     assert "cache-experts=64 (" not in effective
-    assert "experimental: quality not measured (policy aggregate)\n" in result.stderr
+    assert "policy aggregate: quality measured on the model that ships alone" in result.stderr
     assert "EXPERT_BUDGET=4 (dropped 16 experts, ~0.3 GB I/O saved)\n" in result.stderr
 
 
@@ -263,7 +263,7 @@ def test_json_is_one_object_with_everything(loader: Loader, model: str) -> None:
     assert (data["options"]["budget"], data["option_sources"]["budget"]) == (4, "EXPERT_BUDGET")
     assert data["options"]["model_dir"] == model
     assert data["engine"]["isa"] == "scalar"
-    assert data["notes"] == ["experimental: quality not measured (policy aggregate)"]
+    assert data["notes"] == ["policy aggregate: quality measured on the model that ships alone; `colibri-jax quality` measures others"]
     assert data["scopes"]["decode"]["steps"] == data["new_tokens"]
     assert data["budget_line"] in result.stderr
 
@@ -377,7 +377,7 @@ def test_help_teaches_what_a_budget_does() -> None:
         "emptied",
         "shared experts only",
         "off unless asked for",
-        "quality not measured",
+        "What each policy costs is measured",
         "a flag wins",
     ):
         assert fragment in text

@@ -22,7 +22,7 @@ from colibri_jax.errors import MemoryBudgetError, OptionError
 from colibri_jax.routing_spec import RoutingOptions
 
 SIZES = ModelSizes(moe_layers=2, experts=16, top_k=4, expert_bytes=10, dense_bytes=100, shared_bytes=5, context_bytes=3)
-RATES = Rates(disk=10.0, memory=100.0, memory_share=1.0)
+RATES = Rates(disk=10.0, memory=100.0, memory_share=1.0, waking_share=1.0)
 GLM_SIZES = ModelSizes(
     moe_layers=75, experts=256, top_k=8, expert_bytes=21_233_664, dense_bytes=10**10, shared_bytes=21_233_664, context_bytes=0
 )
@@ -54,21 +54,28 @@ def test_budget_by_hand() -> None:
     assert token_cost(SIZES, RATES, slots=4, experts=99) == token_cost(SIZES, RATES, slots=4)
 
 
+def test_waking_by_hand() -> None:
+    """A layer reads for 3 s and computes 0.35 s of them, so that in 2.65 of 3 the processor waits, and is half as fast after that."""
+    slow = dataclasses.replace(RATES, waking_share=0.5)
+    share = 2.65 / 3
+    assert token_cost(SIZES, slow, slots=4).between_seconds == pytest.approx(1.13 * (2 * share + 1 - share))
+
+
 def test_without_reads_memory_is_all() -> None:
-    cost = token_cost(SIZES, Rates(disk=1e-9, memory=100.0, memory_share=0.5), slots=16)
+    cost = token_cost(SIZES, Rates(disk=1e-9, memory=100.0, memory_share=0.5, waking_share=0.1), slots=16)
     assert (cost.hit_rate, cost.disk_bytes) == (1.0, 0.0)
     assert cost.seconds == pytest.approx(cost.memory_bytes / 50.0)
 
 
 def test_a_disk_of_no_end_leaves_the_memory() -> None:
-    cost = token_cost(SIZES, dataclasses.replace(RATES, disk=1e30), slots=1)
+    cost = token_cost(SIZES, dataclasses.replace(RATES, disk=1e30, waking_share=0.1), slots=1)
     assert cost.seconds == pytest.approx(cost.memory_bytes / 100.0)
 
 
 def simulated(sizes: ModelSizes, rates: Rates, *, slots: int, hits: HitCurve, experts: int) -> float:
     """Seconds of a token, layer by layer and expert by expert: reads back to back, each computed when it is there and the others are done.
 
-    `hits` gives whole reads.
+    `hits` gives whole reads; waking costs nothing.
     """
     memory = rates.memory * rates.memory_share
     reads = round(experts * (1.0 - hits.at(slots / sizes.experts)))
@@ -89,7 +96,8 @@ def disagreements(cost: Cost) -> list[str]:
             for experts in (1, 2, 6, 8):
                 for hit in (0.0, 0.5, 1.0):
                     reads = round(experts * (1 - hit))
-                    rates, curve = Rates(disk=disk, memory=memory), HitCurve(((0.5, 1 - reads / experts),))
+                    rates = Rates(disk=disk, memory=memory, waking_share=MEMORY_SHARE)
+                    curve = HitCurve(((0.5, 1 - reads / experts),))
                     expected = simulated(GLM_SIZES, rates, slots=128, hits=curve, experts=experts)
                     got = cost(GLM_SIZES, rates, slots=128, hits=curve, experts=experts).seconds
                     slow = disk < memory * MEMORY_SHARE / (experts + 1)

@@ -159,26 +159,26 @@ def notes(rows: int = 5, scopes: str = "decode", **routing: object) -> list[str]
     return list(budget_notes(CONFIG, RoutingOptions(**routing), scopes.split(), largest_prefill_step=rows))
 
 
-EXPERIMENTAL = "experimental: quality not measured (policy aggregate)"
+MEASURED = "policy aggregate: quality measured on the model that ships alone; `colibri-jax quality` measures others"
 
 
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
         (notes(budget=0), []),
-        (notes(budget=7), [EXPERIMENTAL]),
-        (notes(budget=8), [EXPERIMENTAL, "no effect: 8 ≥ top-k 8 in scope decode"]),
-        (notes(budget=16), [EXPERIMENTAL, "no effect: 16 ≥ top-k 8 in scope decode"]),
-        (notes(budget=4, expert_topk=4), [EXPERIMENTAL, "no effect: 4 ≥ expert-topk 4 in scope decode"]),
-        (notes(budget=3, expert_topk=4), [EXPERIMENTAL]),
-        (notes(budget=8, expert_topk=9), [EXPERIMENTAL, "no effect: 8 ≥ top-k 8 in scope decode"]),
-        (notes(budget=39, scopes="prefill"), [EXPERIMENTAL]),
-        (notes(budget=40, scopes="prefill"), [EXPERIMENTAL, "no effect: 40 ≥ 40 = 5 positions × top-k 8 in scope prefill"]),
-        (notes(budget=63, rows=500, scopes="prefill"), [EXPERIMENTAL]),
-        (notes(budget=64, rows=500, scopes="prefill"), [EXPERIMENTAL, "no effect: 64 ≥ all 64 experts in scope prefill"]),
-        (notes(budget=4, scopes="verify decode"), [EXPERIMENTAL, "no effect: nothing is drafted, so no step has scope verify"]),
-        (notes(budget=(0, 9)), [EXPERIMENTAL, "no effect: 9 ≥ top-k 8 in scope decode"]),
-        (notes(budget=(9, 4)), [EXPERIMENTAL]),
+        (notes(budget=7), [MEASURED]),
+        (notes(budget=8), [MEASURED, "no effect: 8 ≥ top-k 8 in scope decode"]),
+        (notes(budget=16), [MEASURED, "no effect: 16 ≥ top-k 8 in scope decode"]),
+        (notes(budget=4, expert_topk=4), [MEASURED, "no effect: 4 ≥ expert-topk 4 in scope decode"]),
+        (notes(budget=3, expert_topk=4), [MEASURED]),
+        (notes(budget=8, expert_topk=9), [MEASURED, "no effect: 8 ≥ top-k 8 in scope decode"]),
+        (notes(budget=39, scopes="prefill"), [MEASURED]),
+        (notes(budget=40, scopes="prefill"), [MEASURED, "no effect: 40 ≥ 40 = 5 positions × top-k 8 in scope prefill"]),
+        (notes(budget=63, rows=500, scopes="prefill"), [MEASURED]),
+        (notes(budget=64, rows=500, scopes="prefill"), [MEASURED, "no effect: 64 ≥ all 64 experts in scope prefill"]),
+        (notes(budget=4, scopes="verify decode"), [MEASURED, "no effect: nothing is drafted, so no step has scope verify"]),
+        (notes(budget=(0, 9)), [MEASURED, "no effect: 9 ≥ top-k 8 in scope decode"]),
+        (notes(budget=(9, 4)), [MEASURED]),
     ],
 )
 def test_a_budget_says_that_it_is_experimental_and_where_it_cannot_act(lines: list[str], expected: list[str]) -> None:

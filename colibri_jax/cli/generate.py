@@ -62,7 +62,8 @@ What it can do to a position
   position is emptied and gets its shared experts only. Emptied positions are
   counted. In scope prefill the cut also marks the KV cache, so everything that
   follows, and --prefill-chunk becomes part of the result.
-  Experimental: quality not measured, for every policy that there is so far.
+  What each policy costs is measured on the small model that ships, and says
+  little of others: `colibri-jax quality` measures it on yours.
 \b
 What --budget auto chooses
   Off where all weights fit into the share of this machine's memory that the

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from colibri_jax.config import ModelConfig
 from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope
 
-# Policies whose quality has been measured and recorded beside their speed. A policy outside is experimental.
-POLICIES_WITH_QUALITY_ROW: frozenset[str] = frozenset()
+# Policies whose quality has been measured on the model that ships. A policy outside is experimental everywhere.
+POLICIES_WITH_QUALITY_ROW: frozenset[str] = frozenset(["aggregate", "floor", "substitute", "coverage", "per_position"])
 
 
 def budget_values(routing: RoutingOptions) -> tuple[int, ...]:
@@ -62,6 +62,8 @@ def budget_notes(
     lines = []
     if not measured and routing.policy not in POLICIES_WITH_QUALITY_ROW:
         lines.append(f"experimental: quality not measured (policy {routing.policy})")
+    elif not measured:
+        lines.append(f"policy {routing.policy}: quality measured on the model that ships alone; `colibri-jax quality` measures others")
     wanted = set(scopes)
     for scope in SCOPES:
         if scope in wanted:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colibri_jax.errors import NonFiniteLogitError, ShapeError
+from colibri_jax.logits import log_softmax
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
@@ -77,7 +78,7 @@ def compare_logits(base_TW: Float32, cut_TW: Float32, targets_T: npt.NDArray[np.
 
 
 def _compare_block(base_TW: Float32, cut_TW: Float32, targets_T: npt.NDArray[np.integer]) -> TokenResults:
-    base, cut = _log_softmax(base_TW), _log_softmax(cut_TW)
+    base, cut = log_softmax(base_TW), log_softmax(cut_TW)
     rows = np.arange(len(targets_T))
     nll_base, nll_cut = -base[rows, targets_T], -cut[rows, targets_T]
     np.subtract(base, cut, out=cut)  # log of the quotient, in the place of what is no longer needed
@@ -88,13 +89,6 @@ def _compare_block(base_TW: Float32, cut_TW: Float32, targets_T: npt.NDArray[np.
         raise NonFiniteLogitError("logits to compare", where=f"row {row}", expected="finite", got=float(kld[row]))
     same = np.argmax(base_TW, axis=1) == np.argmax(cut_TW, axis=1)
     return TokenResults(kld, np.exp(-nll_cut) - np.exp(-nll_base), same, nll_base, nll_cut)
-
-
-def _log_softmax(logits_TW: Float32) -> Float64:
-    z = logits_TW.astype(np.float64)
-    z -= z.max(axis=1, keepdims=True)
-    z -= np.log(np.exp(z).sum(axis=1, keepdims=True))
-    return z
 
 
 @dataclasses.dataclass(frozen=True)

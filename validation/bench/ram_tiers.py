@@ -220,7 +220,7 @@ def table_lines(sizes: ModelSizes, tiers: Sequence[Tier], plans: Sequence[Plan],
                 cells += ["–"] * (3 + len(DISKS_GB))
             stated = None if plan.setting is None else plan.setting.costs
             figures = [] if stated is None else [stated.kld, stated.ppl_ratio, stated.task_points_lost]
-            cells += [f"{figure.value:.3g} (+ {figure.margin:.1g})" for figure in figures] or ["0", "1", "0"] * (plan.name == "off")
+            cells += [f"{figure.value:.4g} (+ {figure.margin:.1g})" for figure in figures] or ["0", "1", "0"] * (plan.name == "off")
             cells += ["–"] * (len(head) + len(speeds) + len(quality) - len(cells))
             yield f"| {' | '.join(cells)} |"
 
@@ -259,6 +259,13 @@ def record_lines(
     yield ""
     yield from table_lines(sizes, tiers, plans, memory_gb_s)
     yield ""
+    if plans[1].setting is not None:
+        yield from paragraph(
+            f"""Experts a layer under *{plans[1].name}* are {plans[1].experts / plans[0].experts:.0%} of those without a budget, as on the
+            {SMALL}; where a setting keeps a share of votes instead of a count, another router keeps another number. In brackets stands
+            what a repeated measurement may be above the figure."""
+        )
+        yield ""
     yield f"## Hit rates: {SMALL}"
     yield ""
     yield from paragraph(

@@ -34,3 +34,8 @@ measure prefill_votes $prefill $every --budgets 56,48,32,16,8 --policies aggrega
 measure damage --scopes prefill_then_decode,all --tokens 20480 $every --budgets 8,16,32,48 --policies aggregate,floor,substitute
 measure cached --scopes decode --tokens 4032 $every --budgets 6,4,2 --policies resident --cache-experts 16 --allow-irreproducible
 measure swapped --scopes decode --tokens 4032 --budgets off --policies cache_route --cache-experts 16 --allow-irreproducible
+lists=
+for n in 7 6 5 4 3; do
+    lists=$lists,$n:0:0:0:0,0:$n:0:0:0,0:0:$n:0:0,0:0:0:$n:0,0:0:0:0:$n
+done
+measure layers --scopes decode --tokens 4032 --denominators frozen --budgets "${lists#,},6:5:5:5:5,5:5:5:5:6,7:6:6:6:6,6:6:6:6:7,5,6"

@@ -109,10 +109,10 @@ def _found(row: Any, task: TaskResult, exact: TaskResult) -> Found:
         setting=row.setting,
         rows=row.setting.shape.largest_step,
         costs=Costs(
-            expert_bytes_share=Stated(row.share, 0.005),
-            kld=Stated(summary.kld.value, HALVES * spread.kld),
-            ppl_ratio=Stated(summary.ppl_ratio.value, HALVES * spread.ppl_ratio),
-            task_points_lost=Stated(-100.0 * lost.value, 100.0 * NOISE_BAND * lost.error),
+            expert_bytes_share=Stated(value=row.share, margin=0.005),
+            kld=Stated(value=summary.kld.value, margin=HALVES * spread.kld),
+            ppl_ratio=Stated(value=summary.ppl_ratio.value, margin=HALVES * spread.ppl_ratio),
+            task_points_lost=Stated(value=-100.0 * lost.value, margin=100.0 * NOISE_BAND * lost.error),
         ),
         tokens=summary.tokens,
     )
