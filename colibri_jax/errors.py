@@ -144,5 +144,17 @@ class UsageFileError(ColibriError):
     """A file of expert usage cannot be read, or belongs to another model."""
 
 
+class ProfileFileError(ColibriError):
+    """A file of budget profiles cannot be read."""
+
+
+class ProfileModelError(ProfileFileError):
+    """A file of budget profiles was measured on another model."""
+
+
+class MissingProfileError(ColibriError):
+    """No budget profile was measured for this model in these steps under this rule."""
+
+
 class EngineError(ColibriError):
     """The native engine found its own state contradicted; the message is a bug report."""

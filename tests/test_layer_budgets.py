@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from engine_models import ODD, converted, random_tokens
 
 import colibri_jax
-from colibri_jax.cli.options import OptionValue, parse_budgets, routing_from, routing_options, show_value
+from colibri_jax.cli.budgets import parse_budgets
+from colibri_jax.cli.options import OptionValue, routing_from, routing_options, show_value
 from colibri_jax.container.directory import read_config
 from colibri_jax.engine.options import routing_dict
 from colibri_jax.errors import OptionError

@@ -7,7 +7,7 @@ from typing import Any
 
 from colibri_jax.bench.kernels import DEFAULT_BYTES, check_read, random_memory
 from colibri_jax.bench.model import COLD_CACHE, ExpertBlocks, StepCost, dense_bytes_touched, open_model, random_tokens, run
-from colibri_jax.bench.report import GB, BenchError, Measured, Progress, Row, Table, ratios
+from colibri_jax.bench.report import GB, BenchError, Measured, Progress, Row, Table, budget_name, ratios
 from colibri_jax.container.reader import Container
 from colibri_jax.engine.passes import read_pass
 from colibri_jax.engine.session import NativeModel
@@ -27,7 +27,7 @@ def bench_cold_decode(
     tokens: int = 6,
     repeats: int = 7,
     depth: int = IO_DEPTH,
-    budget: int = 0,
+    budget: int | tuple[int, ...] = 0,
     progress: Progress = lambda what: None,
     **engine: Any,
 ) -> Table:
@@ -80,10 +80,11 @@ def bench_cold_decode(
         **_phases(costs, tokens),
     }
     if cut is not None:
+        name = f"budget {budget_name(budget)}"
         figures |= {
-            f"budget {budget}: times as fast": ratios(walls, [cost.wall_seconds for cost in cut_costs]),
-            f"budget {budget}: share of bytes read": ratios([cost.bytes_read for cost in cut_costs], [cost.bytes_read for cost in costs]),
-            f"budget {budget}: mass kept": Measured(tuple(cost.stats.mass_kept for cost in cut_costs)),
+            f"{name}: times as fast": ratios(walls, [cost.wall_seconds for cost in cut_costs]),
+            f"{name}: share of bytes read": ratios([cost.bytes_read for cost in cut_costs], [cost.bytes_read for cost in costs]),
+            f"{name}: mass kept": Measured(tuple(cost.stats.mass_kept for cost in cut_costs)),
         }
     if any(cost.stats.foreseeable_experts for cost in costs):
         figures["foreseen"] = Measured(tuple(cost.stats.prefetch_recall for cost in costs))

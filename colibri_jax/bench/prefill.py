@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from colibri_jax.bench.model import COLD_CACHE, StepCost, open_model, random_tokens, run
-from colibri_jax.bench.report import GB, BenchError, Measured, Progress, Row, Table
+from colibri_jax.bench.report import GB, BenchError, Measured, Progress, Row, Table, budget_name
 from colibri_jax.errors import OptionError
 from colibri_jax.plots import Panel
 from colibri_jax.routing_spec import SCOPES, RoutingOptions, Scope
@@ -60,7 +60,7 @@ def bench_sweep(
     path: Path,
     *,
     threads: int,
-    budgets: Sequence[int] = (0, 12, 6, 4),
+    budgets: Sequence[int | tuple[int, ...]] = (0, 12, 6, 4),
     scopes: Sequence[frozenset[Scope]] = (frozenset({"decode"}), frozenset(SCOPES)),
     prompt: int = 14,
     tokens: int = 32,
@@ -79,7 +79,7 @@ def bench_sweep(
     for acting in scopes:
         name = "all" if acting == frozenset(SCOPES) else " ".join(sorted(acting))
         for budget in budgets:
-            progress(f"budget {budget or 'off'}, scope {name}")
+            progress(f"budget {budget_name(budget)}, scope {name}")
             model = open_model(
                 path, cache_experts=cache_experts, threads=threads, routing=RoutingOptions(budget=budget), budget_scopes=acting, **engine
             )
@@ -90,7 +90,7 @@ def bench_sweep(
                 Row(
                     f"scope {name}",
                     {
-                        "budget": budget or "off",
+                        "budget": budget if isinstance(budget, int) and budget else budget_name(budget),
                         "tok/s": tokens / decode.wall_seconds,
                         "hit rate": total.hit_rate,
                         "prefill": prefill.wall_seconds,

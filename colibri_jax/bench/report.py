@@ -87,6 +87,11 @@ def _plain(value: Measured | float | int | str) -> Any:
     return {"median": value.median, "unit": value.unit, "values": list(value.values)}
 
 
+def budget_name(budget: int | tuple[int, ...]) -> str:
+    """A budget, or one per MoE layer, as bench's command line takes it."""
+    return ":".join(map(str, budget)) if isinstance(budget, tuple) else str(budget or "off")
+
+
 def ratios(parts: Sequence[float], wholes: Sequence[float]) -> Measured:
     """Quotients of measurements that were taken in turn, pair by pair, so that a slow moment hits both."""
     return Measured(tuple(part / whole for part, whole in zip(parts, wholes, strict=True)))

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from colibri_jax.cli.options import AUTO_BUDGET, BYTES_PER_GB, model_directory, show_value
+from colibri_jax.cli.budgets import AUTO_BUDGET
+from colibri_jax.cli.options import BYTES_PER_GB, model_directory, show_value
 from colibri_jax.errors import OptionError
 from colibri_jax.generate.report import OptionValue
 from colibri_jax.routing_spec import RoutingOptions

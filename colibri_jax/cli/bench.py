@@ -13,7 +13,9 @@ import click
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from colibri_jax.cli.options import READER_CHOICE, parse_budget
+from colibri_jax.cli.budget_profile import ContainerProfiles
+from colibri_jax.cli.budgets import ProfileShare, parse_one_of_several
+from colibri_jax.cli.options import READER_CHOICE
 
 if TYPE_CHECKING:
     from colibri_jax.bench import Table
@@ -27,6 +29,8 @@ What the figures mean
   machines are shared and rates drift: trust shares, not absolute rates. A figure
   is a median, with the smallest and the largest in brackets.
 """
+
+BUDGET_METAVAR = "N|off|N:N:…|profile:SHARE"
 
 threads_option = click.option(
     "--threads", type=click.IntRange(min=1), default=lambda: len(os.sched_getaffinity(0)), show_default="processors", help="That compute."
@@ -83,7 +87,14 @@ def io(model_dir: Path, depths: tuple[int, ...], experts: int, repeats: int, as_
 @container_argument
 @click.option("--cache", type=click.Choice(["cold", "warm"]), default="cold", show_default=True, help="Two experts a layer, or all.")
 @click.option("--tokens", type=click.IntRange(min=1), default=6, show_default=True, help="Decoded in one measurement.")
-@click.option("--budget", type=parse_budget, default="off", show_default=True, help="Cold: the same tokens under this budget as well.")
+@click.option(
+    "--budget",
+    type=parse_one_of_several,
+    metavar=BUDGET_METAVAR,
+    default="off",
+    show_default=True,
+    help="Cold: the same tokens under this budget as well.",
+)
 @click.option("--reader", type=READER_CHOICE, default="auto", show_default=True)
 @click.option("--depth", type=click.IntRange(min=1), default=2, show_default=True, help="Cold: reads in flight.")
 @click.option("--pipe/--no-pipe", default=True, show_default=True, help="Reads run ahead of the products.")
@@ -96,7 +107,7 @@ def decode(
     model_dir: Path,
     cache: str,
     tokens: int,
-    budget: int,
+    budget: int | tuple[int, ...] | ProfileShare,
     reader: str,
     depth: int,
     pipe: bool,
@@ -108,12 +119,13 @@ def decode(
     """Tokens one by one: cold, as a share of the disk's rate; warm, of the memory's."""
     from colibri_jax.bench import bench_cold_decode, bench_warm_decode
 
+    cut = _decode_budget(model_dir, budget)
     with _status() as update:
         common: dict[str, Any] = {"threads": threads, "tokens": tokens, "repeats": repeats, "progress": update, "reader": reader}
         if cache == "warm":
             table = bench_warm_decode(model_dir, **common)
         else:
-            table = bench_cold_decode(model_dir, **common, depth=depth, budget=budget, pipe=pipe, pilot=pilot)
+            table = bench_cold_decode(model_dir, **common, depth=depth, budget=cut, pipe=pipe, pilot=pilot)
     show(table, as_json)
 
 
@@ -135,7 +147,14 @@ def prefill(model_dir: Path, positions: tuple[int, ...], threads: int, repeats: 
 @bench.command()
 @container_argument
 @click.option(
-    "--budget", "budgets", type=parse_budget, multiple=True, default=("off", "12", "6", "4"), show_default=True, help="Repeatable."
+    "--budget",
+    "budgets",
+    type=parse_one_of_several,
+    metavar=BUDGET_METAVAR,
+    multiple=True,
+    default=("off", "12", "6", "4"),
+    show_default=True,
+    help="Repeatable.",
 )
 @click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Decoded under each budget.")
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=14, show_default=True)
@@ -146,7 +165,7 @@ def prefill(model_dir: Path, positions: tuple[int, ...], threads: int, repeats: 
 def sweep(
     *,
     model_dir: Path,
-    budgets: tuple[int, ...],
+    budgets: tuple[int | tuple[int, ...] | ProfileShare, ...],
     tokens: int,
     prompt_tokens: int,
     cache_experts: int,
@@ -160,11 +179,12 @@ def sweep(
 
     if plot is not None:
         check_plot(plot)
+    chosen = [_decode_budget(model_dir, budget) for budget in budgets]
     with _status() as update:
         table = bench_sweep(
             model_dir,
             threads=threads,
-            budgets=budgets,
+            budgets=chosen,
             tokens=tokens,
             prompt=prompt_tokens,
             cache_experts=cache_experts,
@@ -173,6 +193,13 @@ def sweep(
     show(table, as_json)
     if plot is not None:
         draw(plot, table.title, sweep_panels(table))
+
+
+def _decode_budget(model_dir: Path, budget: int | tuple[int, ...] | ProfileShare) -> int | tuple[int, ...]:
+    """A budget for decode steps; what a list costs in time does not depend on the rule of its profile, so the newest one serves."""
+    from colibri_jax.quality.steps import StepShape
+
+    return ContainerProfiles(model_dir).budgets(budget, StepShape(kind="decode"), None) if isinstance(budget, ProfileShare) else budget
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from colibri_jax.cli.auto_budget import is_recommended, resolve_auto
+from colibri_jax.cli.budget_profile import resolve_profile
 from colibri_jax.cli.options import (
     BYTES_PER_GB,
     effective_options,
@@ -136,6 +137,7 @@ def compare(ctx: click.Context, /, **_: Any) -> None:
     from colibri_jax.compare import compare as run
 
     options, auto = resolve_auto(effective_options(ctx))
+    options = resolve_profile(options, rows=options["verify_rows"].value, chunk=options["prefill"].value)
     value = {name: option.value for name, option in options.items()}
     directory = model_directory(value["model_dir"])
     routing, scopes = routing_from(options)

@@ -18,6 +18,7 @@ from rich.console import Console
 import colibri_jax
 from colibri_jax.cli import EXIT_INTERRUPTED
 from colibri_jax.cli.auto_budget import AutoChoice, is_recommended, resolve_auto
+from colibri_jax.cli.budget_profile import resolve_profile
 from colibri_jax.cli.options import (
     describe_options,
     effective_options,
@@ -133,6 +134,7 @@ def generate(ctx: click.Context, /, **_: Any) -> None:
     still prints its statistics.
     """
     options, auto = resolve_auto(effective_options(ctx))
+    options = resolve_profile(options, rows=1 + options["draft_depth"].value, chunk=options["prefill_chunk"].value)
     draft = draft_from(options)
     value = {name: option.value for name, option in options.items()}
     routing, scopes = routing_from(options)

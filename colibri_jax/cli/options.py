@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import click
 from click.core import ParameterSource
 
+from colibri_jax.cli.budgets import parse_budgets
 from colibri_jax.container.reader import refuse_unfinished
 from colibri_jax.errors import MissingFileError, OptionError
 from colibri_jax.generate.report import OptionValue
@@ -21,31 +22,10 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 BYTES_PER_GB = 1e9
-AUTO_BUDGET = "auto"
 READER_CHOICE = click.Choice(["auto", "pread", "uring"])
 
 # A checkout or an installation that ships no model has no such directory; the error then says what to give.
 SHIPPED_MODEL = Path(__file__).parent.parent / "models" / "tiny-glm-moe-dsa"
-
-
-def parse_budget(value: str | int) -> int:
-    """A count of experts, or "off", which is 0."""
-    text = str(value).strip().lower()
-    if text == "off":
-        return 0
-    if not (text.isascii() and text.isdigit()):
-        raise click.BadParameter(f"{value!r} is neither a count of experts nor 'off'")
-    return int(text)
-
-
-def parse_budgets(value: str | int | tuple[int, ...]) -> int | tuple[int, ...] | str:
-    """A budget, or one for each MoE layer, separated by commas; "auto" stays what it is."""
-    if isinstance(value, tuple):
-        return value
-    text = str(value)
-    if text.strip().lower() == AUTO_BUDGET:
-        return AUTO_BUDGET
-    return tuple(parse_budget(part) for part in text.split(",")) if "," in text else parse_budget(text)
 
 
 def parse_gigabytes(value: str | float) -> float:
@@ -94,13 +74,14 @@ def routing_options(command: Command) -> Command:
             click.option(
                 "--budget",
                 type=parse_budgets,
-                metavar="N|off|auto|N,N,…",
+                metavar="N|off|auto|N,N,…|profile:SHARE",
                 default="off",
                 envvar="EXPERT_BUDGET",
                 show_envvar=True,
                 show_default=True,
                 help="Most distinct experts a layer may use in one step; a list names one for each MoE layer. auto: the setting that "
-                "recommended.json beside the model names, if the model is larger than this machine's memory, else off.",
+                "recommended.json beside the model names, if the model is larger than this machine's memory, else off. profile:0.65: the "
+                "list for 65 % of the expert bytes by the model's budget_profile.json (quality --sensitivity).",
             ),
             click.option(
                 "--budget-scope",

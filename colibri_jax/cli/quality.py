@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from colibri_jax.cli.budgets import ProfileShare, parse_one_of_several
 from colibri_jax.cli.options import (
     Command,
     apply_all,
@@ -21,13 +23,14 @@ from colibri_jax.cli.options import (
     load_arguments,
     model_argument,
     model_directory,
-    parse_budget,
     ram_option,
 )
+from colibri_jax.cli.sensitivity import sensitivity_option
 from colibri_jax.errors import OptionError
 from colibri_jax.routing_spec import POLICIES, Denominator, Vote
 
 if TYPE_CHECKING:
+    from colibri_jax.cli.budget_profile import ContainerProfiles
     from colibri_jax.quality.report import QualityReport, Row
     from colibri_jax.quality.settings import Choices
     from colibri_jax.quality.statistics import Estimate
@@ -42,7 +45,9 @@ TABLE_WIDTH = 220
 
 EPILOG = """\b
 Lists are separated by commas; every combination is measured. A budget may be a
-list itself, one number per MoE layer: 8:8:6:6:4. "off" is no budget.
+list itself, one number per MoE layer: 8:8:6:6:4. "off" is no budget, and
+"profile:0.65" the list that costs least by the layers' measured sensitivities
+among those that need 65 % of the expert bytes.
 \b
 Steps (--scopes): the budget acts where it would act in use, and nowhere else
   decode               a prefix without a budget, unscored, then one position a
@@ -64,6 +69,12 @@ Figures, per token, against the same engine without a budget
              "bytes" are their bytes, as if nothing were cached
   mass       share of router scores kept; "emptied" are positions per layer left
              without any expert
+\b
+Sensitivity (--sensitivity)
+  Every MoE layer is cut alone, with every budget; steps, policy, denominator,
+  vote and floor are one each. The result is written to budget_profile.json
+  beside the container, or to the file named, and --budget profile:SHARE (or
+  profile:SHARE:FILE) of all commands chooses by it.
 \b
 With --resume DIR, windows that were measured before are not measured again: give
 the same command after an interruption. Exit status: 0, or 1 where the model does
@@ -104,12 +115,6 @@ def number(kind: type[T]) -> Callable[[str], T]:
     return parse
 
 
-def budgets(text: str) -> int | tuple[int, ...]:
-    """One budget, or one per MoE layer."""
-    parts = tuple(parse_budget(part) for part in text.split(":"))
-    return parts[0] if len(parts) == 1 else parts
-
-
 def what_to_measure(command: Command) -> Command:
     """Lists whose combinations are measured."""
 
@@ -118,7 +123,7 @@ def what_to_measure(command: Command) -> Command:
 
     return apply_all(
         [
-            choice("--budgets", "budgets", budgets, "6,4", "Distinct experts per layer and step."),
+            choice("--budgets", "budgets", parse_one_of_several, "6,4", "Distinct experts per layer and step."),
             choice("--policies", "policies", one_of(POLICIES), "aggregate", "Which experts are kept; see generate --help."),
             choice("--scopes", "scopes", one_of(STEP_KINDS), "decode", "In which steps; see below."),
             choice("--denominators", "denominators", one_of(get_args(Denominator)), "survivors", "What scores are divided by."),
@@ -165,6 +170,7 @@ def how_to_run(command: Command) -> Command:
             ram_option("Memory that the engine may allocate, instead of a count of experts."),
             click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine."),
             group_size_option,
+            sensitivity_option,
             click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw KLD against bytes: .svg, .png or .pdf."),
             click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
         ],
@@ -179,6 +185,8 @@ def how_to_run(command: Command) -> Command:
 @click.pass_context
 def quality(ctx: click.Context, /, **_: Any) -> None:
     """Measure what expert budgets cost the container MODEL_DIR (default: SNAP, else the model that ships) in quality."""
+    from colibri_jax.cli import sensitivity
+    from colibri_jax.cli.budget_profile import ContainerProfiles
     from colibri_jax.container.reader import Container
     from colibri_jax.load import load
     from colibri_jax.plots import check_plot, draw
@@ -200,8 +208,11 @@ def quality(ctx: click.Context, /, **_: Any) -> None:
     if window > config.max_positions:
         raise OptionError("the model has no room for a window", where="--window", expected=f"at most {config.max_positions}", got=window)
     shapes = [_shape(kind, value) for kind in dict.fromkeys(value["scopes"])]
-    choices = _choices(value)
-    settings = {shape: make_settings(shape, choices, config) for shape in shapes}
+    profiles = ContainerProfiles(directory, value["group_size"])
+    if value["sensitivity"] is not None:
+        file, settings = sensitivity.prepare(value, shapes, profiles, config)
+    else:
+        settings = {shape: make_settings(shape, _choices(value, shape, profiles), config) for shape in shapes}
     for shape in shapes:
         scored_per_window(shape, window)
     windows = read_windows(value["files"], ChatTokenizer.from_directory(directory), window)
@@ -218,11 +229,14 @@ def quality(ctx: click.Context, /, **_: Any) -> None:
             control_windows=value["control_windows"],
             progress=lambda what, done, total: bars.update(task, description=what, completed=done, total=total),
         )
+    text = [file.name for file in value["files"]]
+    if value["sensitivity"] is not None:
+        ctx.exit(sensitivity.finish(measured[0], container, value, file, profiles.model, text))
     conditions = {
         "model": directory.name,
         "backend": value["backend"],
         "precision": value["precision"],
-        "text": [file.name for file in value["files"]],
+        "text": text,
         "window": window,
         "windows": {plan.shape.kind: len(plan.windows) for plan in plans},
         "expert_bytes_per_layer": expert_bytes_per_layer(container).tolist(),
@@ -244,10 +258,12 @@ def _shape(kind: str, value: dict[str, Any]) -> StepShape:
     return StepShape(kind=kind, prefix=prefix, rows=value["rows"], chunk=value["chunk"])  # type: ignore[arg-type]
 
 
-def _choices(value: dict[str, Any]) -> Choices:
+def _choices(value: dict[str, Any], shape: StepShape, profiles: ContainerProfiles) -> Choices:
     from colibri_jax.quality.settings import Choices
 
-    return Choices(**{field.name: value[field.name] for field in dataclasses.fields(Choices)})
+    # What a profile gives depends on the steps and on the rule.
+    budgets = [functools.partial(profiles.budgets, one, shape) if isinstance(one, ProfileShare) else one for one in value["budgets"]]
+    return Choices(**{field.name: value[field.name] for field in dataclasses.fields(Choices)} | {"budgets": budgets})
 
 
 def show(report: QualityReport) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from colibri_jax.config import ModelConfig
 from colibri_jax.quality.steps import StepShape
 from colibri_jax.routing_spec import IRREPRODUCIBLE_POLICIES, Denominator, Policy, RoutingOptions, Vote
+
+BudgetOfRule = Callable[[RoutingOptions], int | tuple[int, ...]]
+"""A budget that depends on the options beside it, which are given without one."""
 
 # Policies that keep the top experts of every position whatever the others want.
 FLOOR_POLICIES: tuple[Policy, ...] = ("floor", "substitute", "coverage")
@@ -43,7 +46,7 @@ class Setting:
 class Choices:
     """What to combine; every field is a list of values of the option of that name."""
 
-    budgets: Sequence[int | tuple[int, ...]]
+    budgets: Sequence[int | tuple[int, ...] | BudgetOfRule]
     policies: Sequence[Policy] = ("aggregate",)
     denominators: Sequence[Denominator] = ("survivors",)
     votes: Sequence[Vote] = ("weights",)
@@ -65,10 +68,9 @@ class Choices:
         rules = (self.policies, self.denominators, self.votes, self.floors, self.coverages, self.route_tops, self.route_withins)
         others = (*rules, self.expert_topks, self.expert_topps)
         for policy, denominator, vote, floor, coverage, top, within, topk, topp, budget in itertools.product(*others, self.budgets):
-            yield RoutingOptions(
+            routing = RoutingOptions(
                 expert_topk=topk,
                 expert_topp=topp,
-                budget=0 if policy == "cache_route" else budget,
                 policy=policy,
                 denominator=denominator,
                 vote=vote,
@@ -78,6 +80,9 @@ class Choices:
                 route_within=within,
                 allow_irreproducible=self.allow_irreproducible,
             )
+            if policy != "cache_route":
+                routing = dataclasses.replace(routing, budget=budget(routing) if callable(budget) else budget)
+            yield routing
 
 
 def describe(routing: RoutingOptions) -> str:

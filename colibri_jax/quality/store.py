@@ -44,11 +44,18 @@ def fingerprint(*parts: Any) -> str:
 
 
 def model_fingerprint(container: Container, backend: str, precision: str) -> str:
-    """Of everything that results depend on but the tokens and the setting.
+    """Of everything that results depend on but the tokens and the setting: the model, how it is computed, and this version."""
+    return fingerprint(*_identity(container), backend, precision, __version__)
 
-    That is the configuration, every tensor's format and size, the values of the vectors (norms and biases, which no training leaves as
-    they were; reading all weights of a large model would take longer than measuring it), how it is computed, and this version.
-    """
+
+def container_fingerprint(container: Container) -> str:
+    """Of the model alone: for what stays with it, whoever computes it."""
+    return fingerprint(*_identity(container))
+
+
+def _identity(container: Container) -> tuple[Any, ...]:
+    """The configuration, every tensor's format and size, and a hash of the values of the vectors (norms and biases, which no training
+    leaves as they were; reading all weights of a large model would take longer than measuring it)."""
     entries = {role: (entry.format.tag, list(entry.shape), entry.total_bytes) for role, entry in container.entries.items()}
     values = hashlib.sha256()
     for role, entry in container.entries.items():
@@ -56,7 +63,7 @@ def model_fingerprint(container: Container, backend: str, precision: str) -> str
             vector = container.read(role)
             assert isinstance(vector, np.ndarray)
             values.update(vector.tobytes())
-    return fingerprint(container.raw_config, entries, values.hexdigest(), backend, precision, __version__)
+    return container.raw_config, entries, values.hexdigest()
 
 
 class ResultStore:
