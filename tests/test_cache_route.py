@@ -246,7 +246,6 @@ def test_the_engine_tells_the_policy_what_its_cache_holds(container: Path, pilot
     specs = [routers.router(layer) for layer in lm.config.moe_layers]
     lm.forward(tokens[:2], scope="prefill")
     held = [set(selection.kept.tolist()) for selection in lm.selections]
-    assert all(s.dropped_slots == 0 for s in lm.selections), "out of its scope it is off"
     swapped = 0
     for token in tokens[2:]:
         lm.forward([token], scope="decode")
@@ -262,6 +261,11 @@ def test_the_engine_tells_the_policy_what_its_cache_holds(container: Path, pilot
     assert stats.swap_share == swapped / stats.routed_slots
     with pytest.raises(OptionError, match="what the cache holds"):
         lm.forward(tokens[:2], scope="verify", rows="alone")
+    more = random_tokens(EVEN, 32, seed=2)
+    lm.forward(more, scope="prefill")
+    assert all(s.dropped_slots == 0 for s in lm.selections), "out of its scope it is off, whatever the cache holds"
+    selections = [selected(lm, layer, specs[layer], routed(1, 16), sorted(cached)) for layer, cached in enumerate(held)]
+    assert all(selection.dropped_slots > 0 for selection in selections), "these would have been exchanged"
 
 
 def test_it_reads_less_and_says_something_else_than_the_plain_routing(container: Path) -> None:
