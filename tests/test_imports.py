@@ -18,7 +18,7 @@ ROOT = Path(colibri_jax.__file__).parent
 # What each part of the package may import, besides itself. A part is a module or subpackage directly below the package;
 # "" is the package's own front door.
 # `generate.protocol` stands apart from the rest of `generate`: it is the interface that both backends implement.
-LEAVES = {"errors", "layer_spec", "families", "config", "routing_spec", "tensors", "stats", "quant", "logits", "generate.protocol"}
+LEAVES = {"errors", "layer_spec", "families", "config", "routing_spec", "tensors", "stats", "quant", "logits", "files", "generate.protocol"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "routing_spec": {"errors"},
@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "quant": {"errors"},
     "plots": {"errors"},
     "logits": set(),
+    "files": set(),
     "generate.protocol": {"errors", "config", "routing_spec", "stats"},
     "reference": LEAVES,
     "container": LEAVES,

@@ -50,23 +50,20 @@ def parse_share(text: str) -> ProfileShare:
 
 
 def parse_budgets(value: str | int | tuple[int, ...] | ProfileShare) -> int | tuple[int, ...] | str | ProfileShare:
-    """A budget, or one for each MoE layer, separated by commas; "auto" stays what it is."""
-    if isinstance(value, tuple | ProfileShare):
-        return value
-    text = str(value)
-    if text.strip().lower() == AUTO_BUDGET:
-        return AUTO_BUDGET
-    if text.strip().startswith(PROFILE_BUDGET):
-        return parse_share(text)
-    return tuple(parse_budget(part) for part in text.split(",")) if "," in text else parse_budget(text)
+    """A budget, or one for each MoE layer, separated by commas, or a profile's; "auto" stays what it is."""
+    return AUTO_BUDGET if str(value).strip().lower() == AUTO_BUDGET else _parse(value, ",")
 
 
 def parse_one_of_several(value: str | int | tuple[int, ...] | ProfileShare) -> int | tuple[int, ...] | ProfileShare:
     """A budget where several can be given: one, or one for each MoE layer, separated by colons, or a profile's."""
+    return _parse(value, ":")
+
+
+def _parse(value: str | int | tuple[int, ...] | ProfileShare, separator: str) -> int | tuple[int, ...] | ProfileShare:
     if isinstance(value, tuple | ProfileShare):
         return value
     text = str(value)
     if text.strip().startswith(PROFILE_BUDGET):
         return parse_share(text)
-    parts = tuple(parse_budget(part) for part in text.split(":"))
+    parts = tuple(parse_budget(part) for part in text.split(separator))
     return parts[0] if len(parts) == 1 else parts

@@ -25,7 +25,7 @@ from colibri_jax.cli.options import (
     model_directory,
     ram_option,
 )
-from colibri_jax.cli.sensitivity import sensitivity_option
+from colibri_jax.cli.sensitivity import sensitivity_option, table_console
 from colibri_jax.errors import OptionError
 from colibri_jax.routing_spec import POLICIES, Denominator, Vote
 
@@ -41,7 +41,6 @@ T = TypeVar("T")
 EXIT_CONTROL = 1
 # Named here too, because `--help` shall not wait for the package that defines them; a test compares.
 STEP_KINDS = ("decode", "verify", "prefill", "prefill_then_decode", "all")
-TABLE_WIDTH = 220
 
 EPILOG = """\b
 Lists are separated by commas; every combination is measured. A budget may be a
@@ -268,9 +267,7 @@ def _choices(value: dict[str, Any], shape: StepShape, profiles: ContainerProfile
 
 def show(report: QualityReport) -> None:
     """Tables for people: the figures that decide, how KLD and Δp are distributed, and the layers."""
-    console = Console()
-    # A pipe has no width of its own, and 80 columns would cut the figures.
-    console = console if console.is_terminal else Console(width=TABLE_WIDTH)
+    console = table_console()
     runs = [row for row in report.rows if row.run_as is None]
     for table in (_main_table(report.rows), _spread_table(runs), _layer_table(runs)):
         console.print(table)

@@ -37,6 +37,12 @@ sensitivity_option = click.option(
 )
 
 
+def table_console() -> Console:
+    """Where tables are printed: a pipe has no width of its own, and 80 columns would cut the figures."""
+    console = Console()
+    return console if console.is_terminal else Console(width=TABLE_WIDTH)
+
+
 def prepare(
     value: dict[str, Any], shapes: Sequence[StepShape], profiles: ContainerProfiles, config: ModelConfig
 ) -> tuple[Path, dict[StepShape, list[Setting]]]:
@@ -108,8 +114,7 @@ def _rule(value: dict[str, Any]) -> Any:
 
 
 def _show(profile: Sensitivity, chosen: dict[float, Chosen | None]) -> None:
-    console = Console()
-    console = console if console.is_terminal else Console(width=TABLE_WIDTH)
+    console = table_console()
     title = f"KLD ±, in brackets distinct experts a step, where one layer alone is cut to N: {profile.describe()}, {profile.tokens} tokens"
     table = Table(title=title, title_justify="left")
     table.add_column("layer")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from colibri_jax import _native
 from colibri_jax.config import INDEXER_NORM_EPS, LATENT_NORM_EPS, AttentionConfig, MLAConfig, ModelConfig, RopeConfig
 from colibri_jax.container.reader import Container, TensorEntry
+from colibri_jax.engine.routing import option_fields
 from colibri_jax.errors import MemoryBudgetError, OptionError
 from colibri_jax.routing_spec import SCOPES, RoutingOptions, whole_number
 from colibri_jax.tensors import expert_roles, tensor_specs
@@ -315,15 +316,6 @@ def routing_dict(config: ModelConfig, routing: RoutingOptions, *, mtp: bool) -> 
     """Routing options as the extension takes them, with one budget per layer of the store."""
     layers = [routing.for_layer(i) for i in range(len(config.moe_layers))] + ([routing.of_drafts(SCOPES)] if mtp else [])
     return {
-        # Larger counts mean the same as these bounds and would not fit a C++ integer.
-        "expert_topk": min(routing.expert_topk, config.moe.router.top_k),
-        "expert_topp": routing.expert_topp,
-        "policy": routing.policy,
-        "denominator": routing.denominator,
-        "vote": routing.vote,
-        "floor": min(routing.floor, config.moe.router.top_k),
-        "coverage": routing.coverage,
-        "route_top": min(routing.route_top, config.moe.router.top_k),
-        "route_within": min(routing.route_within, config.moe.n_experts),
+        **option_fields(routing, config.moe.router.top_k, config.moe.n_experts),
         "budgets": [min(options.scalar_budget, config.moe.n_experts) for options in layers],
     }

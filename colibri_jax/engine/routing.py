@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -81,23 +83,30 @@ def _select(
         topk_group=router.topk_group,
         norm_topk_prob=router.norm_topk_prob,
         routed_scaling_factor=router.routed_scaling_factor,
-        # Larger counts mean the same as these bounds and would not fit a C++ integer.
-        expert_topk=min(options.expert_topk, router.top_k),
-        floor=min(options.floor, router.top_k),
-        expert_topp=options.expert_topp,
+        **option_fields(options, router.top_k, logits.shape[1]),
         budget=min(options.scalar_budget, logits.shape[1]),
-        policy=options.policy,
-        denominator=options.denominator,
-        vote=options.vote,
-        coverage=options.coverage,
-        route_top=min(options.route_top, router.top_k),
-        route_within=min(options.route_within, logits.shape[1]),
         rows_alone=rows_alone,
         row_votes=np.empty(0, np.int64) if votes is None else votes,
         resident=_resident_ids(resident if options.policy in IRREPRODUCIBLE_POLICIES else (), logits.shape[1]),
     )
     del fields["removed"]  # the engine's, for its estimate of avoided reads
     return Selection(**fields)
+
+
+def option_fields(options: RoutingOptions, top_k: int, n_experts: int) -> dict[str, Any]:
+    """Options as the extension takes them, without the budget, for a router of K of E experts."""
+    return {
+        # Larger counts mean the same as these bounds and would not fit a C++ integer.
+        "expert_topk": min(options.expert_topk, top_k),
+        "expert_topp": options.expert_topp,
+        "policy": options.policy,
+        "denominator": options.denominator,
+        "vote": options.vote,
+        "floor": min(options.floor, top_k),
+        "coverage": options.coverage,
+        "route_top": min(options.route_top, top_k),
+        "route_within": min(options.route_within, n_experts),
+    }
 
 
 def _resident_ids(resident: npt.ArrayLike | None, n_experts: int) -> npt.NDArray[np.int32]:

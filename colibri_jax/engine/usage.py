@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from colibri_jax.config import ModelConfig
 from colibri_jax.errors import UsageFileError
+from colibri_jax.files import write_whole
 from colibri_jax.routing_spec import Selection
 
 FORMAT = "colibri_jax expert usage 1"
@@ -81,6 +81,4 @@ class ExpertUsage:
 
     def write(self, path: Path) -> None:
         """Replace a file in one go, so that a run that dies leaves the old one."""
-        beside = path.with_name(path.name + ".new")
-        beside.write_text(json.dumps({"format": FORMAT, "counts": np.minimum(self.counts_LE, LARGEST_COUNT).tolist()}))
-        os.replace(beside, path)
+        write_whole(path, json.dumps({"format": FORMAT, "counts": np.minimum(self.counts_LE, LARGEST_COUNT).tolist()}))

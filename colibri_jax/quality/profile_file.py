@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from colibri_jax.errors import ColibriError, MissingProfileError, ProfileFileError, ProfileModelError
+from colibri_jax.files import write_whole
 from colibri_jax.quality.profile import Sensitivity, describe_key, rule_of, steps_key
 from colibri_jax.quality.steps import StepShape
 from colibri_jax.routing_spec import RoutingOptions
@@ -52,9 +52,7 @@ def write_profile(path: Path, profile: Sensitivity) -> None:
     """
     others = [other for other in read_profiles(path, profile.model) if other.key != profile.key]
     raw = {"format": FORMAT, "profiles": [one.to_json() for one in (*others, profile)]}
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(raw, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_whole(path, json.dumps(raw, indent=1, allow_nan=False) + "\n")
 
 
 def find_profile(path: Path, model: str, shape: StepShape, routing: RoutingOptions | None) -> Sensitivity:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from colibri_jax.container.reader import Container
 from colibri_jax.errors import ColibriError
+from colibri_jax.files import write_whole
 from colibri_jax.quality.store import model_fingerprint
 from colibri_jax.routing_spec import IRREPRODUCIBLE_POLICIES, RoutingOptions
 
@@ -140,10 +140,7 @@ class Recommended:
 
     def write(self, directory: Path) -> None:
         """Put it beside a container: a whole file, or none."""
-        file = directory / RECOMMENDED_FILE
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, file)
+        write_whole(directory / RECOMMENDED_FILE, json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n")
 
 
 def fingerprint_of(container: Container) -> str:
