@@ -35,7 +35,10 @@ def select_rows_alone(logits_SE: npt.ArrayLike, router: RouterSpec, options: Rou
     check_rows_alone(options)
     logits = check_logits(logits_SE, router)
     # Before any budget no row minds the others; this also names the first logit that is not finite.
-    members = select_experts(logits, router, options.without_budget()).kept
+    together = select_experts(logits, router, options.without_budget())
+    if options == options.without_budget():
+        return together
+    members = together.kept
     rows = [select_experts(logits[position : position + 1], router, options) for position in range(logits.shape[0])]
     kept = np.unique(np.concatenate([row.kept for row in rows])).astype(np.int32)
     mass = 0.0
